@@ -77,7 +77,7 @@ class ParallelismConfig:
         pp_size: processes that hold stages of the model; a step's micro-batches go through them.
         pp_schedule: order of their forward and backward passes, as torch names it: GPipe, 1F1B,
             or with two stages on each process Interleaved1F1B, InterleavedZeroBubble,
-            ZBVZeroBubble. None: 1F1B, or GPipe for steps of fewer micro-batches than stages.
+            ZBVZeroBubble.
         pp_split: names of the modules that stages but the first begin with; or a function of the
             model and the number of stages, which returns a list of the names of modules for each.
             None: at the model's repeated blocks, the largest stage as small as can be.
@@ -102,7 +102,7 @@ class ParallelismConfig:
     cp_handler: object = None
     sp_handler: object = None
     pp_size: int = None  # type: ignore[assignment]
-    pp_schedule: str | None = None
+    pp_schedule: str = "1F1B"
     pp_split: Any = None
 
     def __post_init__(self) -> None:
@@ -117,8 +117,7 @@ class ParallelismConfig:
             check_minimum(self, f"{axis}_size", 1, problems)
         check_choice(self, "cp_backend", ("torch", ULYSSES, RING), problems)
         check_choice(self, "sp_backend", ("deepspeed",), problems)
-        if self.pp_schedule is not None:
-            check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
+        check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
         if not problems and self.cp_enabled and self.sp_enabled:
             value = f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size})"
             rule = "both are ranks that compute parts of the same sequences"

@@ -128,8 +128,7 @@ class Parallelism:
         cp_size: processes that compute parts of the same sequences.
         sp_size: the same under DeepSpeed.
         pp_size: processes that hold stages of the model.
-        pp_schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble; None:
-            1F1B, or GPipe for steps of fewer micro-batches than stages.
+        pp_schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.
         pp_split: names of the modules that stages but the first begin with; None: at the model's
             repeated blocks.
     """
@@ -140,15 +139,14 @@ class Parallelism:
     cp_size: int = 1
     sp_size: int = 1
     pp_size: int = 1
-    pp_schedule: str | None = None
+    pp_schedule: str = "1F1B"
     pp_split: list[str] | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
         for name in (f.name for f in fields(self) if f.name.endswith("_size")):
             check_minimum(self, name, 1, problems)
-        if self.pp_schedule is not None:
-            check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
+        check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
         problems.raise_if()
 
     def config(self, replicas: int, shards: int) -> ParallelismConfig | None:

@@ -29,7 +29,7 @@ from accel.precision.amp import StepScaler, parameters_of
 from accel.state import PartialState
 from accel.strategies.base import Gradients, Sync
 from accel.strategies.mesh.parameters import ParameterRemap
-from accel.strategies.mesh.pipeline import Pipelines
+from accel.strategies.mesh.pipeline import pipelines
 from accel.strategies.mesh.torch_internals import (
     Models,
     Resharding,
@@ -54,7 +54,7 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | torch.device
 class MeshGradients(Gradients):
     """Gradient scaling and clipping, and the parameters that optimizers step.
 
-    `models` are the distributed models at each call, `pipelines` those in stages.
+    `models` are the distributed models at each call.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class MeshGradients(Gradients):
         device: torch.device,
         models: Models,
         remap: ParameterRemap,
-        pipelines: Pipelines,
     ) -> None:
         scaler = None
         if plan.mixed_precision == "fp16":
@@ -76,7 +75,6 @@ class MeshGradients(Gradients):
         self._device = device
         self._models = models
         self._remap = remap
-        self._pipelines = pipelines
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of prepared models
 
     def know(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -116,12 +114,12 @@ class MeshGradients(Gradients):
         return norm
 
     def _norm(self, trained: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        pipeline = next(iter(self._pipelines), None)
+        pipeline = next(pipelines(self._models), None)
         twice = set() if pipeline is None else pipeline.counted_elsewhere()
         own = [parameter for parameter in trained if id(parameter) not in twice]
         zero = torch.zeros((), device=self._device)
         norm = gradient_norm(own, norm_type) if own else zero
-        return norm if pipeline is None else pipeline.total_norm(norm, norm_type)
+        return norm if pipeline is None else _over_ranks(norm, norm_type, [pipeline.group])
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Refuse sharded gradients."""
@@ -180,11 +178,17 @@ def _reduced_norm(
     if isinstance(layout, torch.device):
         return norm
     mesh, axes = layout
+    return _over_ranks(norm, norm_type, [mesh.get_group(axis) for axis in axes])
+
+
+def _over_ranks(
+    norm: torch.Tensor, norm_type: float, groups: Iterable[dist.ProcessGroup]
+) -> torch.Tensor:
+    """Return the norm [] of what the ranks of `groups` have, each a part."""
     largest = math.isinf(norm_type)
-    power = norm if largest else norm**norm_type
-    for axis in axes:
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(power, op=op, group=mesh.get_group(axis))
+    power = norm.clone() if largest else norm**norm_type
+    for group in groups:
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return power if largest else power ** (1.0 / norm_type)
 
 

@@ -9,13 +9,14 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.parallelism import STAGES_PER_RANK, V_SHAPED, ParallelismConfig
-from accel.machine.errors import AccelError, ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.machine.memory import local
+from accel.machine.tree import flatten
 from accel.precision.wrapping import register_wrapper
 from accel.strategies.mesh.stages import (
     Absent,
@@ -39,7 +41,7 @@ from accel.strategies.mesh.stages import (
     gate_calls,
     gate_modules,
 )
-from accel.strategies.mesh.torch_internals import pytree
+from accel.strategies.mesh.torch_internals import Models, pytree
 
 if TYPE_CHECKING:
     from accel.checkpoint.optimizer_state import ParameterNames
@@ -77,36 +79,14 @@ class Pipelined(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class Pipelines:
-    """The model of a run that is in stages, if any. It is not kept alive."""
+def pipelines(models: Models) -> Iterator[Pipeline]:
+    """Yield the pipelines of those models that are in stages: of one, if any."""
+    return (model.pipeline for model in models if isinstance(model, Pipelined))
 
-    def __init__(self) -> None:
-        self._wrapped: weakref.WeakSet[Pipelined] = weakref.WeakSet()
 
-    def __iter__(self) -> Iterator[Pipeline]:
-        return (wrapped.pipeline for wrapped in list(self._wrapped))
-
-    def of(self, own: nn.Module) -> Pipeline | None:
-        """Return the pipeline of a user's own module; None without any."""
-        return next((one for one in self if one.model is own), None)
-
-    def wrap(
-        self,
-        model: nn.Module,
-        config: ParallelismConfig,
-        group: dist.ProcessGroup,
-        gate: Gate,
-    ) -> Pipelined:
-        """Divide a model; `ConfigError` for a second one."""
-        if any(self):
-            raise ConfigError.of(
-                f"prepare: a second model with pp_size={config.pp_size}",
-                "the stages are those of one model",
-                "Prepare one that is only evaluated with evaluation_mode=True.",
-            )
-        wrapped = Pipelined(Pipeline(model, config, group, gate))
-        self._wrapped.add(wrapped)
-        return wrapped
+def pipeline_of(models: Models, own: nn.Module) -> Pipeline | None:
+    """Return the pipeline of a user's own module; None without any."""
+    return next((one for one in pipelines(models) if one.model is own), None)
 
 
 class Stage(nn.Module):
@@ -139,6 +119,7 @@ class Pipeline:
         gate: of this model.
 
     Attributes:
+        last_rank: which computes losses.
         stages: of this rank, by number.
         names: of the full model's state, in its order.
         first_names: the first name of each parameter, by the parameter as the user has it.
@@ -151,7 +132,8 @@ class Pipeline:
         self.model, self.group, self.gate = model, group, gate
         self.rank, self.size = dist.get_rank(group), group.size()
         self.schedule = config.pp_schedule
-        self.num_stages = self.size * STAGES_PER_RANK.get(self.schedule or "", 1)
+        self.num_stages = self.size * STAGES_PER_RANK[self.schedule]
+        self.last_rank = self.rank_of(self.num_stages - 1)
         self.names = list(model.state_dict())
         self._pieces = divide(model, self.num_stages, config.pp_split)
         self._name_parameters()
@@ -174,25 +156,15 @@ class Pipeline:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             own = self._first[name] = first.setdefault(id(parameter), name)
             self.first_names[parameter] = own
-            self._holders.setdefault(own, set()).update(self._ranks_of(name))
-
-    def _ranks_of(self, name: str) -> set[int]:
-        """Return the ranks that hold a parameter or buffer by one of its names."""
-        for piece, stage in self._pieces.items():
-            if name.startswith(f"{piece}."):
-                return {self.rank_of(stage)}
-        return set(range(self.size))
+            stages = [n for piece, n in self._pieces.items() if name.startswith(f"{piece}.")]
+            ranks = map(self.rank_of, stages or range(self.num_stages))
+            self._holders.setdefault(own, set()).update(ranks)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage: in turns, or there and back."""
         if self.schedule in V_SHAPED and stage >= self.size:
             return self.num_stages - 1 - stage
         return stage % self.size
-
-    @property
-    def last_rank(self) -> int:
-        """The rank that computes losses."""
-        return self.rank_of(self.num_stages - 1)
 
     def take(self, materialize: Callable[[nn.Module], None], device: torch.device) -> None:
         """Materialize the model a module at a time, and keep those of this rank's stages."""
@@ -231,7 +203,7 @@ class Pipeline:
         found = self._run(stage, self._calls[number], lambda _: received, sends)
         if stage + 1 < self.num_stages and torch.is_grad_enabled():
             # Frozen stages compute no gradients; torch's backward pass begins with some tensor.
-            return tuple(x if x.requires_grad else _leaf(x) for x in found)
+            return tuple(x if x.grad_fn else x.requires_grad_(x.is_floating_point()) for x in found)
         return found
 
     def _run(
@@ -263,31 +235,13 @@ class Pipeline:
         """Agree on what each stage receives, for inputs of these shapes. Every rank calls this."""
         key = (self.model.training, _shapes(inputs))
         if key not in self._wanted:
-            own: dict[int, list[Wanted]] | str = {}
-            error: Exception | None = None
-            try:
-                own = {stage: self._probe(stage, call) for stage in self.stages}
-            except Exception as failure:
-                error, own = failure, f"{type(failure).__name__}: {failure}"
+            # Also of the first stage: a loss may evaluate the model before it is computed.
+            own = {stage: self._run(stage, call, _stop, ()) for stage in self.stages}
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, own, group=self.group)
-            if error is not None:
-                raise error
-            for rank, answer in enumerate(found):
-                if isinstance(answer, str):
-                    raise StateError(f"Pipeline rank {rank} failed: {answer}")
             merged = {stage: wanted for answer in found for stage, wanted in answer.items()}
             self._wanted[key] = [merged[stage] for stage in range(self.num_stages)]
         self._sends = self._wanted[key]
-
-    def _probe(self, stage: int, call: Call) -> list[Wanted]:
-        """Return what a stage receives: run the forward pass up to its first module."""
-
-        def stop(wanted: list[Wanted]) -> Sequence[torch.Tensor]:
-            raise StageEnd(wanted)
-
-        # Also of the first stage: a loss may evaluate the model before it is computed.
-        return list(self._run(stage, call, stop, ()))
 
     def _evaluate(self, call: Call, inputs: Any) -> Any:
         """Return the result of a forward pass through all stages, on every rank."""
@@ -358,61 +312,62 @@ class Pipeline:
         self.losses.append(loss)
 
     def _train(self, calls: Sequence[Call], inputs: Sequence[Any]) -> None:
-        """Run the schedule; each call returns a loss. Sum gradients of shared parameters."""
-        shapes = [_shapes(one) for one in inputs]
-        if any(one != shapes[0] for one in shapes):
-            raise ConfigError.of(
-                "forward_backward: micro-batches of several shapes",
-                "pipeline stages exchange tensors of one shape in a window",
-                "Pad the micro-batches to one shape, and weight padding with 0 in the loss.",
-            )
-        self._negotiate(calls[0], inputs[0])
-        self._calls = list(calls)
-        number = torch.arange(len(calls))
-        schedule = self._scheduled(len(calls), (len(calls), self.model.training, shapes[0]))
-        self.gate.recomputes = True
-        try:
-            schedule.step(number=number, target=number, return_outputs=False)
-        except RuntimeError as error:  # torch wraps what a stage raises
-            cause = error.__cause__
-            raise cause if isinstance(cause, AccelError) else error from None
-        finally:
-            self.gate.recomputes = False
-            self._calls = []
-        self._sum_shared()
+        """Compute gradients of micro-batches; each call returns a loss.
 
-    def _scheduled(self, num_micro_batches: int, key: Any) -> Any:
+        Those of one shape go through the stages together, whatever number they are.
+        """
+        with self._set_aside():
+            for shapes, group in itertools.groupby(range(len(calls)), lambda n: _shapes(inputs[n])):
+                numbers = list(group)
+                self._negotiate(calls[numbers[0]], inputs[numbers[0]])
+                self._calls = list(calls)
+                schedule = self._scheduled(len(numbers), shapes)
+                number = torch.tensor(numbers)
+                self.gate.recomputes = True
+                try:
+                    with self._set_aside():  # a schedule begins by dropping those that FSDP shards
+                        schedule.step(number=number, target=number, return_outputs=False)
+                except RuntimeError as error:  # torch wraps what a stage raises
+                    raise error.__cause__ or error from None
+                finally:
+                    self.gate.recomputes = False
+                    self._calls = []
+            self._sum_shared()
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Take gradients away, and add them to the new ones afterwards."""
+        before = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+        for parameter, gradient in before:
+            new = parameter.grad
+            parameter.grad = gradient if new is None else gradient.add_(new)
+
+    def _scheduled(self, num_micro_batches: int, shapes: Any) -> Any:
         """Return the schedule of so many micro-batches; it holds buffers for what is received."""
+        key = num_micro_batches, self.model.training, shapes
         if self._prepared[0] == key:
             return self._prepared[1]
         name = self.schedule
-        if name is None:
-            name = "1F1B" if num_micro_batches >= self.num_stages else "GPipe"
-        device = self.gate.device
+        if name == "1F1B" and num_micro_batches < self.num_stages:
+            name = "GPipe"  # the same order then, and torch's 1F1B takes no fewer
+        fixed, group = (self.num_stages, self.gate.device), self.group
         stages = [
-            PipelineStage(
-                stage,
-                index,
-                self.num_stages,
-                device,
-                input_args=self._examples(index),
-                output_args=self._examples(index + 1),
-                group=self.group,
-            )
-            for index, stage in self.stages.items()
+            PipelineStage(stage, n, *fixed, self._examples(n), self._examples(n + 1), group=group)
+            for n, stage in self.stages.items()
         ]
+        given = stages if len(stages) > 1 else stages[0]
         try:
             schedule = get_schedule_class(name)(
-                stages if len(stages) > 1 else stages[0],
-                num_micro_batches,
-                loss_fn=lambda loss, number: loss,
-                scale_grads=False,
+                given, num_micro_batches, lambda loss, number: loss, scale_grads=False
             )
         except ValueError as error:
             raise ConfigError.of(
                 f"pp_schedule={name!r} with {num_micro_batches} micro-batches, {self.size} ranks",
                 " ".join(str(error).split()),
-                "Divide the batch of a step into more micro-batches, or give pp_schedule='GPipe'.",
+                "Divide the batch of a step into more micro-batches, or give pp_schedule='1F1B'.",
             ) from error
         self._prepared = key, schedule
         return schedule
@@ -426,30 +381,21 @@ class Pipeline:
 
     # -- parameters of several ranks -------------------------------------------------------
 
-    def held(self, name: str) -> bool:
-        """Return whether this rank holds the parameter of a name of the full model."""
-        return self.rank in self._holders[self._first[name]]
-
-    def shared(self) -> dict[str, nn.Parameter]:
+    def _shared(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank that others hold, too, by their first name."""
-        own = {
-            self._first[name]: parameter
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-        }
+        named = self.model.named_parameters(remove_duplicate=False)
+        own = {self._first[name]: parameter for name, parameter in named}
         return {name: own[name] for name in sorted(own) if len(self._holders[name]) > 1}
 
     def counted_elsewhere(self) -> set[int]:
         """Return the ids of shared parameters that a rank before this one counts in norms."""
-        return {
-            id(parameter)
-            for name, parameter in self.shared().items()
-            if min(self._holders[name]) < self.rank
-        }
+        shared = self._shared().items()
+        return {id(one) for name, one in shared if min(self._holders[name]) < self.rank}
 
     @torch.no_grad()
     def _sum_shared(self) -> None:
         """Sum the gradients of shared parameters over their ranks, in the order of these."""
-        for name, parameter in self.shared().items():
+        for name, parameter in self._shared().items():
             if not parameter.requires_grad:
                 continue
             own = local(parameter).new_zeros(local(parameter).numel() + 1)
@@ -458,13 +404,12 @@ class Pipeline:
                 own[-1] = 1
             ranks = sorted(self._holders[name])
             parts = {rank: own if rank == self.rank else torch.empty_like(own) for rank in ranks}
-            ops = []
-            for rank in ranks:
-                if rank != self.rank:
-                    ops.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=rank))
-                    ops.append(
-                        dist.P2POp(dist.irecv, parts[rank], group=self.group, group_peer=rank)
-                    )
+            ops = [
+                dist.P2POp(op, tensor, group=self.group, group_peer=rank)
+                for rank in ranks
+                if rank != self.rank
+                for op, tensor in ((dist.isend, own), (dist.irecv, parts[rank]))
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             total = torch.stack([parts[rank] for rank in ranks]).sum(dim=0)
@@ -475,15 +420,6 @@ class Pipeline:
             summed = local(parameter.grad)
             summed.copy_(total[:-1].view(summed.shape))
 
-    def total_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the norm [] of the gradients of all stages, of those of each rank's."""
-        largest = math.isinf(norm_type)
-        power = norm.clone() if largest else norm**norm_type
-        dist.all_reduce(
-            power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group
-        )
-        return power if largest else power ** (1.0 / norm_type)
-
     # -- state -----------------------------------------------------------------------------
 
     def keep_held(self, optimizer: torch.optim.Optimizer) -> None:
@@ -492,9 +428,9 @@ class Pipeline:
             return
         self.groups[optimizer] = []
         for group in optimizer.param_groups:
-            names = [self.first_names.get(one) for one in group["params"]]
-            kept = [name is None or self.held(name) for name in names]
-            self.groups[optimizer].append([name for name in names if name is not None])
+            names = [self.first_names.get(one, "") for one in group["params"]]
+            kept = [self.rank in self._holders.get(name, (self.rank,)) for name in names]
+            self.groups[optimizer].append([name for name in names if name])
             for key in {"params", "param_names"} & group.keys():
                 group[key] = [one for one, keep in zip(group[key], kept, strict=True) if keep]
 
@@ -526,18 +462,14 @@ class Pipeline:
         """Return what this rank loads of an optimizer's full state."""
         own = {self._first_key(key): key for key in names.keys(optimizer)}
         others = {f"{MODEL}{name}" for group in self.groups[optimizer] for name in group} - set(own)
-        groups = [
-            {
-                **group,
-                "params": [
-                    own.get(k, k) for k in map(self._first_key, group["params"]) if k not in others
-                ],
-            }
-            for group in saved["param_groups"]
-        ]
         state = {self._first_key(key): entry for key, entry in saved["state"].items()}
-        state = {own.get(key, key): one for key, one in state.items() if key not in others}
-        return saved | {"state": state, "param_groups": groups}
+        return saved | {
+            "state": {own.get(key, key): one for key, one in state.items() if key not in others},
+            "param_groups": [
+                group | {"params": [own.get(k, k) for k in group["params"] if k not in others]}
+                for group in saved["param_groups"]
+            ],
+        }
 
     def _first_key(self, key: str) -> str:
         """Return the key of a parameter by the first of its names."""
@@ -558,25 +490,22 @@ class Pipeline:
         dist.all_gather_object(found, pytree.tree_unflatten(forms, spec), group=self.group)
         result: dict[str, Any] = {}
         for rank, entries in enumerate(found):
+
+            def receive(form: Wanted, rank: int = rank) -> torch.Tensor:
+                tensor = form.empty(self.gate.device)
+                if rank == self.rank:
+                    tensor.copy_(leaves[form.index])
+                dist.broadcast(tensor, group=self.group, group_src=rank)
+                return tensor
+
             lacking = {name: entry for name, entry in entries.items() if name not in result}
-            result |= pytree.tree_map_only(Wanted, self._broadcast(rank, leaves), lacking)
+            result |= pytree.tree_map_only(Wanted, receive, lacking)
         return result
 
-    def _broadcast(self, rank: int, own: list[Any]) -> Callable[[Wanted], torch.Tensor]:
-        """Return a function that gives all ranks a tensor of one."""
 
-        def receive(form: Wanted) -> torch.Tensor:
-            tensor = form.empty(self.gate.device)
-            if rank == self.rank:
-                tensor.copy_(own[form.index])
-            dist.broadcast(tensor, group=self.group, group_src=rank)
-            return tensor
-
-        return receive
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+def _stop(wanted: list[Wanted]) -> NoReturn:
+    """End the forward pass of a stage before its first module, with what that receives."""
+    raise StageEnd(wanted)
 
 
 def _on_host(value: Any) -> Any:
@@ -584,13 +513,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _shapes(data: Any) -> Any:
-    """Return the shapes and dtypes of nested tensors, also in fields of dataclasses."""
-    if isinstance(data, torch.Tensor):
-        return tuple(data.shape), data.dtype
-    if isinstance(data, Mapping):
-        return tuple((key, _shapes(value)) for key, value in data.items())
-    if isinstance(data, list | tuple):
-        return tuple(map(_shapes, data))
+    """Return the shapes and dtypes of nested tensors; of a dataclass, the first field is it."""
     if dataclasses.is_dataclass(data):
-        return _shapes(vars(data))
-    return None
+        data = getattr(data, dataclasses.fields(data)[0].name)
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in flatten(data)[0])

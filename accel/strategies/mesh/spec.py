@@ -69,11 +69,6 @@ def _sized_tensor_parallel(
     return dataclasses.replace(plugin, tp_size=sizes.tp_size)
 
 
-def _sized_pipeline(given: object, sizes: ParallelismConfig) -> ParallelismConfig | None:
-    """Return the sizes where several processes hold stages of the model."""
-    return sizes if sizes.pp_enabled else None
-
-
 def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × context- and tensor-parallel ranks.
 
@@ -224,7 +219,12 @@ SPEC = StrategySpec(
             argument="torch_tp_plugin",
             sized=_sized_tensor_parallel,
         ),
-        PluginSpec(name=PIPELINE, kind=None, label="pp", sized=_sized_pipeline),
+        PluginSpec(
+            name=PIPELINE,
+            kind=None,
+            label="pp",
+            sized=lambda given, sizes: sizes if sizes.pp_enabled else None,
+        ),
     ),
     owns_precision=True,
     hooks_inside=True,

@@ -11,7 +11,7 @@ each rank. A tensor that takes another way from stage to stage is refused, as it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,33 +39,37 @@ def divide(model: nn.Module, num_stages: int, split: Split) -> dict[str, int]:
         split: where; None: at the model's repeated blocks, the largest stage as small as can be.
 
     Raises:
-        ConfigError: if there are too few blocks or names, or a name is no module's.
+        ConfigError: if there are too few blocks or names, or a name is of no module.
     """
     if callable(split):
-        return _listed(model, num_stages, split(model, num_stages))
-    begins = _balanced(model, num_stages) if split is None else list(split)
-    value = f"pp_split={begins!r}"
-    if len(set(begins)) != num_stages - 1:
-        rule = f"{num_stages} stages begin with {num_stages - 1} modules beside the first"
-        raise ConfigError.of(value, rule, f"Name {num_stages - 1} modules.")
-    stages, stage = dict[str, int](), 0
-    for name, piece in _pieces(model, _named(model, begins, value)):
-        stage += name in begins
-        if piece.state_dict():
-            stages[name] = stage
-    if len(set(stages.values())) != num_stages:
-        rule = "each stage has a module with weights, and begins in the order of the model"
-        raise ConfigError.of(value, rule, "Name modules in their order, each with weights.")
-    return stages
+        given = [list(names) for names in split(model, num_stages)]
+    else:
+        begins, given = split or _balanced(model, num_stages), [[]]
+        for name, _ in _pieces(model, _around(model, begins)):
+            if name in begins:
+                given.append([])
+            given[-1].append(name)
+    stages = {name: stage for stage, names in enumerate(given) for name in names}
+    pieces = dict(_pieces(model, _around(model, stages)))
+    weighty = {name for name, piece in pieces.items() if piece.state_dict()}
+    numbers = {stages.get(name) for name in weighty}
+    if numbers != set(range(num_stages)) or stages.keys() - pieces.keys():
+        raise ConfigError.of(
+            f"pp_split={given if callable(split) else split!r} of {type(model).__name__}",
+            f"it makes {num_stages} stages, and each module with weights is in one",
+            f"Name the {num_stages - 1} modules that stages but the first begin with, in the order "
+            "of the model, or return the names of all modules of each stage.",
+        )
+    return {name: stage for name, stage in stages.items() if name in weighty}
 
 
-def _named(model: nn.Module, names: Sequence[str], value: str) -> set[str]:
-    """Return the names of the modules around those that are named."""
+def _around(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of the modules around those that are named; refuse unknown ones."""
     known = [name for name, _ in model.named_modules() if name]
     for name in names:
         if name not in known:
-            rule = f"{type(model).__name__} has no module {name!r}"
-            raise ConfigError.of(value, rule, nearest(name, known))
+            rule = f"{type(model).__name__} has no such module"
+            raise ConfigError.of(f"pp_split: {name!r}", rule, nearest(name, known))
     parts = [name.split(".") for name in names]
     return {".".join(part[:count]) for part in parts for count in range(len(part))}
 
@@ -79,22 +83,6 @@ def _pieces(
             yield from _pieces(child, opened, f"{name}.")
         else:
             yield name, child
-
-
-def _listed(model: nn.Module, num_stages: int, given: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the stages that a user's function lists."""
-    stages = {name: stage for stage, names in enumerate(given) for name in names}
-    value = f"pp_split: {[list(names) for names in given]!r}"
-    if len(given) != num_stages or not all(given):
-        rule = f"it lists the modules of each of the {num_stages} stages"
-        raise ConfigError.of(value, rule, "List at least one module for each.")
-    pieces = dict(_pieces(model, _named(model, list(stages), value)))
-    lacking = [name for name, one in pieces.items() if name not in stages and one.state_dict()]
-    if lacking or stages.keys() - pieces.keys():
-        odd = lacking or sorted(stages.keys() - pieces.keys())
-        rule = f"it lists each module with weights once, also {', '.join(odd)}"
-        raise ConfigError.of(value, rule, "List each module, or one around it, in one stage.")
-    return stages
 
 
 def _balanced(model: nn.Module, num_stages: int) -> list[str]:
@@ -184,8 +172,7 @@ class StagePass:
         if piece.stage == self.stage:
             if not self.begun:
                 self._begin(leaves)
-            args, kwargs = pytree.tree_unflatten([piece.present(one) for one in leaves], spec)
-            return run(*args, **kwargs)
+            return piece.run(run, leaves, spec)
         if piece.stage == self.stage + 1 and self.begun:
             raise StageEnd([self._sent(piece, leaves[one.index], one) for one in self.sends])
         raise ConfigError.of(
@@ -211,7 +198,7 @@ class StagePass:
                 f"{piece.name} gets {tensor.dtype} {tuple(tensor.shape)}",
                 f"stage {piece.stage} expects {wanted.dtype} {tuple(wanted.shape)} by the shapes "
                 "of its inputs",
-                "Give all micro-batches of a window one shape, and compute in one dtype.",
+                "Let the model compute shapes and dtypes from those of its inputs alone.",
             )
         return tensor.contiguous()
 
@@ -234,16 +221,18 @@ class Gate:
         """Return a tensor without data, as the model computes with it."""
         dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
         with self.fakes:
-            return torch.empty(tensor.shape, dtype=dtype, device=self.device)
+            made = torch.empty(tensor.shape, dtype=dtype, device=self.device)
+            return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
 
 
 @dataclass(eq=False)
 class Piece:
-    """A module of one stage: its name, and a copy without data that tells the shapes of outputs."""
+    """A module of one stage, and a copy without data that tells the shapes of its outputs."""
 
     name: str
     stage: int
     gate: Gate
+    module: nn.Module
     ghost: nn.Module
     _outputs: dict[Any, Any] = field(default_factory=dict)
 
@@ -252,20 +241,25 @@ class Piece:
         if self.gate.current is not None:
             return self.gate.current.call(self, run, args, kwargs)
         if self.gate.recomputes:  # activation checkpointing around the module
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            args, kwargs = pytree.tree_unflatten([self.present(one) for one in leaves], spec)
-            return run(*args, **kwargs)
+            return self.run(run, *pytree.tree_flatten((args, kwargs)))
         raise StateError(
             f"{self.name} is a module of pipeline stage {self.stage}, and is called by itself. "
             "Call the prepared model, under torch.no_grad(); train with "
             "accelerator.forward_backward(model, micro_batches, loss_fn)."
         )
 
+    def run(self, run: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+        """Compute the module of arguments in which nothing is absent."""
+        args, kwargs = pytree.tree_unflatten([self.present(one) for one in leaves], spec)
+        return run(*args, **kwargs)
+
     def absent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return absent tensors of the shapes that the module would return."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        shapes = [(x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor)]
+        key = (self.module.training, *shapes)
         if key not in self._outputs:
+            self.ghost.train(self.module.training)
             fakes = [self.gate.fake(x) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(fakes, spec)
             with self.gate.fakes, torch.no_grad():
@@ -308,12 +302,10 @@ def gate_modules(model: nn.Module, stages: Mapping[str, int], gate: Gate) -> Non
     """Let the modules of all stages answer as the stage under way needs it."""
     tensors = [*model.parameters(), *model.buffers()]
     fakes: dict[int, Any] = {id(tensor): gate.fake(tensor) for tensor in tensors}
-    for parameter in model.parameters():
-        fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)], requires_grad=False)
     for name, stage in stages.items():
         module = model.get_submodule(name)
         ghost = copy.deepcopy(module, dict(fakes))
-        gate_calls(module, Piece(name, stage, gate, ghost).call)
+        gate_calls(module, Piece(name, stage, gate, module, ghost).call)
 
 
 def drop(module: nn.Module) -> None:

@@ -16,8 +16,8 @@ from accel.optimizer import unwrap_optimizer
 from accel.plan.dims import ParallelDims
 from accel.strategies.base import StateIO
 from accel.strategies.mesh.hooks import forget_scales, reshard
-from accel.strategies.mesh.pipeline import Pipelines
-from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
+from accel.strategies.mesh.pipeline import pipeline_of, pipelines
+from accel.strategies.mesh.torch_internals import Models, local_sizes_and_offsets
 
 if TYPE_CHECKING:
     from accel.checkpoint.sharded import Allocate, Place
@@ -31,7 +31,7 @@ class MeshState(StateIO):
         dims: sizes of the mesh.
         fsdp: the plugin, whose `state_dict_type` may change; None where FSDP is off.
         gathers_fp8: whether weights are gathered in fp8, by scales that follow the weights.
-        pipelines: models in stages: full state is that of all stages.
+        models: that are distributed; full state of one in stages is that of all its stages.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class MeshState(StateIO):
         dims: ParallelDims,
         fsdp: FullyShardedDataParallelPlugin | None,
         gathers_fp8: bool = False,
-        pipelines: Pipelines | None = None,
+        models: Models = (),
     ) -> None:
         self._dims = dims
         self._fsdp = fsdp
         self._gathers_fp8 = gathers_fp8
-        self._pipelines = Pipelines() if pipelines is None else pipelines
+        self._models = models
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class MeshState(StateIO):
     def expose(self, own: torch.nn.Module) -> None:
         """Reshard the parameters: a forward may have gathered them."""
         reshard(own)
-        if (pipeline := self._pipelines.of(own)) is not None:
+        if (pipeline := pipeline_of(self._models, own)) is not None:
             for stage in pipeline.stages.values():
                 reshard(stage)
 
@@ -71,7 +71,7 @@ class MeshState(StateIO):
                 gathered[id(value)] = full_tensor(value)
         # What is no tensor is the extra state of a module.
         full = {name: gathered.get(id(value), value) for name, value in state.items()}
-        pipeline = self._pipelines.of(own)
+        pipeline = pipeline_of(self._models, own)
         return full if pipeline is None else pipeline.full_model(full)
 
     @property
@@ -117,7 +117,7 @@ class MeshState(StateIO):
     ) -> None:
         own = self.unwrap(model)
         targets = own.state_dict()
-        if (pipeline := self._pipelines.of(own)) is not None:
+        if (pipeline := pipeline_of(self._models, own)) is not None:
             state = pipeline.part_of_model(state, targets)
         shards = {name: shard_like(value, targets.get(name)) for name, value in state.items()}
         own.load_state_dict(shards, strict=strict)
@@ -130,7 +130,7 @@ class MeshState(StateIO):
         saved = super().optimizer_state(optimizer, names)
         kinds = ("state", "other_state", "extra")
         full = saved | {kind: full_tensors(saved[kind]) for kind in kinds}
-        for pipeline in self._pipelines:
+        for pipeline in pipelines(self._models):
             full = pipeline.full_optimizer(unwrap_optimizer(optimizer), full)
         return full
 
@@ -138,7 +138,7 @@ class MeshState(StateIO):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
         own = unwrap_optimizer(optimizer)
-        for pipeline in self._pipelines:
+        for pipeline in pipelines(self._models):
             state = pipeline.part_of_optimizer(own, state, names)
         live = dict(zip(names.keys(own), parameters(own), strict=True))
         shards = {

@@ -42,7 +42,7 @@ from accel.strategies.mesh.hooks import (
 )
 from accel.strategies.mesh.parallelize import parallelize, parallelize_stages, read_settings
 from accel.strategies.mesh.parameters import ParameterRemap, parameters_by_name
-from accel.strategies.mesh.pipeline import Pipelined, Pipelines
+from accel.strategies.mesh.pipeline import Pipeline, Pipelined, pipelines
 from accel.strategies.mesh.spec import FSDP, PIPELINE
 from accel.strategies.mesh.stages import Gate
 from accel.strategies.mesh.state import MeshState
@@ -119,13 +119,12 @@ class MeshStrategy(Strategy):
         self._models = MeshModels({id(m): m for m in (self._mesh, self._named_mesh)}.values(), comm)
         self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._remap = ParameterRemap()
-        self._pipelines = Pipelines()
         self.sync: MeshSync = MeshSync(name)
         self.gradients: MeshGradients = MeshGradients(
-            name, plan, comm, device, self._models, self._remap, self._pipelines
+            name, plan, comm, device, self._models, self._remap
         )
         self._gathers_fp8 = gathers_in_fp8(plan, self._settings.offloads)
-        self.state = MeshState(dims, plan.plugin(FSDP), self._gathers_fp8, self._pipelines)
+        self.state = MeshState(dims, plan.plugin(FSDP), self._gathers_fp8, self._models)
         given = self._settings.tensor_parallel.torch_device_mesh
         if given is not None:
             check_given(given, self._mesh)
@@ -196,15 +195,22 @@ class MeshStrategy(Strategy):
 
     def _wrap_stages(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return `model` with this rank's stages alone, in a wrapper."""
+        if any(pipelines(self._models)):
+            raise ConfigError.of(
+                f"prepare: a second model with pp_size={self.plan.parallel_dims.pp}",
+                "the stages are those of one model",
+                "Prepare one that is only evaluated with evaluation_mode=True.",
+            )
         group = self._mesh[PP].get_group()
         gate = Gate(self.device, self._settings.formats.units.param_dtype)
-        wrapped = self._pipelines.wrap(model, self.plan.plugin(PIPELINE), group, gate)
+        pipeline = Pipeline(model, self.plan.plugin(PIPELINE), group, gate)
+        wrapped = Pipelined(pipeline)
         before = parameters_by_name(model)
-        ignored = parallelize_stages(wrapped.pipeline, self.plan.parallel_dims, self._settings)
+        ignored = parallelize_stages(pipeline, self.plan.parallel_dims, self._settings)
         after = parameters_by_name(model)
         self._remap.record({name: before[name] for name in after}, after)
         self._models.ignored[wrapped] = ignored
-        for stage in wrapped.pipeline.stages.values():
+        for stage in pipeline.stages.values():
             self._models.ignored[stage] = []
         self.gradients.know(model.parameters())
         return wrapped
@@ -236,7 +242,7 @@ class MeshStrategy(Strategy):
 
     def _keep_held(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step the parameters of this rank's stages alone."""
-        for pipeline in self._pipelines:
+        for pipeline in pipelines(self._models):
             pipeline.keep_held(optimizer)
 
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -277,7 +283,7 @@ class MeshStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Compute gradients; average those of ignored modules where a model's are reduced."""
-        for pipeline in self._pipelines:
+        for pipeline in pipelines(self._models):
             pipeline.backward(loss)
             return
         loss.backward(**kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel.machine.errors import ConfigError
+from runner.recipe.schema import Parallelism
 from runner.training.step import Objective
 from tests.helpers import run_distributed
 from tests.runner import loops
@@ -29,10 +30,13 @@ class Both(Fit):
         return 1.0 + (batch[1] > 0)
 
 
-def logged(run_dir: str, micro_batch: int) -> list[Any]:
+def logged(run_dir: str, micro_batch: int, stages: int = 1) -> list[Any]:
     """Steps have 12 samples; the last of an epoch has 4."""
     recipe = recipe_of(
-        trainer__epochs=2, trainer__global_batch_size=12, trainer__micro_batch_size=micro_batch
+        trainer__epochs=2,
+        trainer__global_batch_size=12,
+        trainer__micro_batch_size=micro_batch,
+        parallelism=Parallelism(pp_size=stages, pp_split=["3"][: stages - 1] or None),
     )
     run(Path(run_dir), recipe, objective=Both())
     loops.forget()
@@ -47,10 +51,10 @@ def test_they_do_not_depend_on_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch
-@pytest.mark.parametrize("micro_batch", [6, 2])
-def test_they_do_not_depend_on_processes(micro_batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("micro_batch", "stages"), [(6, 1), (2, 1), (12, 2), (3, 2)])
+def test_they_do_not_depend_on_processes(micro_batch: int, stages: int, tmp_path: Path) -> None:
     one = logged(str(tmp_path / "one"), 12)
-    two = run_distributed(logged, 2, str(tmp_path / "two"), micro_batch)[0]
+    two = run_distributed(logged, 2, str(tmp_path / "two"), micro_batch, stages)[0]
     torch.testing.assert_close(two, one, rtol=1e-5, atol=0)
 
 

@@ -18,7 +18,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.machine.errors import ConfigError
 from runner.recipe import accelerator_arguments
-from runner.recipe.schema import Distributed, Precision, Recipe
+from runner.recipe.schema import Distributed, Parallelism, Precision, Recipe
 from runner.training.console import Display
 from tests.helpers import about, run_distributed
 from tests.runner import loops
@@ -30,6 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": TorchTensorParallelPlugin(tp_size=2, tp_plan=TP_PLAN)},
     "zero2": {"deepspeed": DeepSpeedPlugin(zero_stage=2)},
     "zero3": {"deepspeed": DeepSpeedPlugin(zero_stage=3)},
+    "pp": {"parallelism": Parallelism(pp_size=2, pp_split=["3"])},
     "compiled": {"compile": TorchDynamoPlugin(backend="eager")},
 }
 
@@ -70,6 +71,7 @@ def reference(folder: Path) -> list[float]:
     ("first", "second"),
     [
         *(("fsdp", "ddp"), ("ddp", "tp"), ("tp", "zero2"), ("zero3", "fsdp")),
+        *(("zero2", "pp"), ("pp", "fsdp")),
         pytest.param("compiled", "zero3", marks=pytest.mark.slow),
     ],
 )
@@ -79,7 +81,7 @@ def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: P
         train_and_go_on, 2, str(tmp_path / "run"), first, second
     )
     assert losses == about(expected, rel=2e-5)
-    names = {"tp": "tp", "fsdp": "fsdp", "zero2": "deepspeed", "zero3": "deepspeed"}
+    names = {"tp": "tp", "pp": "pp", "fsdp": "fsdp", "zero2": "deepspeed", "zero3": "deepspeed"}
     for name, header in ((first, before), (second, after)):
         assert f"engine     {names.get(name, 'ddp')} ·" in header
 
@@ -96,7 +98,7 @@ def train_statistics(folder: str, engine: str) -> None:
     loops.forget()
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "pp"])
 def test_each_rank_evaluates_the_statistics_that_are_saved(engine: str, tmp_path: Path) -> None:
     run_distributed(train_statistics, 2, str(tmp_path), engine)
     model, data = with_statistics().eval(), loops.Points(loops.NUM_VALIDATION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ def deep(frozen: bool = True) -> Model:
     return model
 
 
-def windows(count: int, size: int = 2) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def windows(count: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return windows of micro-batches; the last one of the third window is larger."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(12, (count, MICRO_BATCHES, size, 4), generator=generator)
-    return [[(one, one.roll(-1, dims=1)) for one in window] for window in tokens]
+    shape = (count, MICRO_BATCHES + 1, 2, 4)
+    found = []
+    for index, tokens in enumerate(torch.randint(12, shape, generator=generator)):
+        last = tokens[3:].flatten(0, 1) if index == 2 else tokens[3]
+        found.append([(one, one.roll(-1, dims=1)) for one in (*tokens[:3], last)])
+    return found
 
 
 def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -97,6 +103,10 @@ def check_as_plain(sizes: dict[str, Any], frozen: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(losses, expected_losses, rtol=CLOSE, atol=0)
+    tokens, trained_alone = windows(1)[0][0][0], deep()
+    trained_alone.load_state_dict(accelerator.get_state_dict(model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), trained_alone(tokens), rtol=CLOSE, atol=1e-12)
     accelerator.end_training()
     torch.set_default_dtype(torch.float32)
 
@@ -119,11 +129,31 @@ def test_other_axes_train_as_one_process(axis: str, schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", None]
+    "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
 @pytest.mark.parametrize("frozen", [True, False])
-def test_training_is_that_of_one_process(schedule: str | None, frozen: bool) -> None:
+def test_training_is_that_of_one_process(schedule: str, frozen: bool) -> None:
     run_distributed(check_as_plain, 2, {"pp_size": 2, "pp_schedule": schedule}, frozen)
+
+
+def check_accumulation(sizes: dict[str, Any]) -> None:
+    accelerator = accelerator_of(**sizes)
+    model = accelerator.prepare(deep(frozen=False))
+    found = []
+    for window in windows(3)[1:]:
+        accelerator.forward_backward(model, share(window, accelerator), loss_fn)
+        found.append({n: full_tensor(p.grad).clone() for n, p in model.module.named_parameters()})
+    model.zero_grad()
+    accelerator.forward_backward(model, share(windows(3)[2], accelerator), loss_fn)
+    for name, parameter in model.module.named_parameters():
+        torch.testing.assert_close(found[0][name] + full_tensor(parameter.grad), found[1][name])
+    accelerator.end_training()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}])
+def test_windows_add_to_gradients(sizes: dict[str, int]) -> None:
+    run_distributed(check_accumulation, 2 * math.prod(sizes.values()), {"pp_size": 2, **sizes})
 
 
 # -- evaluation, checkpoints -------------------------------------------------------------------
@@ -161,7 +191,7 @@ def trained(folder: Path, sizes: dict[str, Any], steps: range, resume: bool) -> 
     if resume:
         accelerator.load_state(str(folder))
     for window in windows(steps.stop)[steps.start :]:
-        accelerator.forward_backward(model, window, loss_fn)
+        accelerator.forward_backward(model, share(window, accelerator), loss_fn)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -175,7 +205,6 @@ def trained(folder: Path, sizes: dict[str, Any], steps: range, resume: bool) -> 
     return copy.deepcopy(state)
 
 
-ONE: dict[str, Any] = {}
 TWO = {"pp_size": 2}
 
 
@@ -196,10 +225,52 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_moves_between_stages_and_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}, {**TWO, "dp_shard_size": 2}])
+def test_state_moves_between_stages_and_other_strategies(
+    sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights and state of the optimizer are the same there, and back."""
     (saved, _) = run_distributed(trained, 2, tmp_path, TWO, range(2), False)
-    alone = run_distributed(trained, 1, tmp_path, ONE, range(2, 2), True)[0]
-    assert_equal(alone, saved)
-    assert alone["model"]["head.weight"].shape == (12, 8)
+    assert saved["model"].keys() == deep().state_dict().keys()
+    world_size = math.prod(sizes.values())
+    for there in run_distributed(trained, world_size, tmp_path, sizes, range(2, 2), True):
+        assert_equal(there, saved)
     for again in run_distributed(trained, 2, tmp_path, TWO, range(2, 2), True):
         assert_equal(again, saved)
+
+
+# -- what is wrong shows -----------------------------------------------------------------------
+
+
+def check_controls() -> None:
+    """A stage that is left out of a norm, and tied weights that are not summed, are noticed."""
+    torch.set_default_dtype(torch.float64)
+    (window,) = windows(1)
+    reference = deep()
+    for batch in window:
+        (loss_fn(reference, batch) / MICRO_BATCHES).backward()
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad for p in reference.parameters() if p.requires_grad]
+    )
+    norms = []
+    for broken in ("", "a stage", "_sum_shared", "counted_elsewhere"):
+        accelerator = accelerator_of(pp_size=2)
+        model, _ = accelerator.prepare(model := deep(), optimizer_of(model))
+        answers = {"_sum_shared": lambda: None, "counted_elsewhere": set}
+        if broken in answers:
+            setattr(model.pipeline, broken, answers[broken])
+        accelerator.forward_backward(model, window, loss_fn)
+        if broken == "a stage" and model.pipeline.rank == 1:
+            everything = set(map(id, model.parameters()))
+            model.pipeline.counted_elsewhere = everything.copy
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+        accelerator.end_training()
+    right, *wrong = [torch.isclose(norm, expected, rtol=CLOSE) for norm in norms]
+    assert right
+    assert not any(wrong)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+def test_a_norm_without_a_stage_and_tied_weights_that_are_not_summed_are_noticed() -> None:
+    run_distributed(check_controls, 2)
