@@ -59,11 +59,9 @@ class MegatronStrategy(Strategy):
             self.plugin.tp_degree, self.plugin.pp_degree, create_gloo_process_groups=False
         )
         comm.before_exit(parallel_state.destroy_model_parallel)
-        seeds = [torch.initial_seed()]
-        dist.broadcast_object_list(seeds, src=0)
-        self._seed = seeds[0]
+        self._seed = 0
         with self._draws_of(0, 0):
-            pass  # megatron-core draws initial weights
+            pass  # modules of megatron-core draw initial weights
         self.gradients: MegatronGradients = MegatronGradients()
         self.state: MegatronState = MegatronState(self.plugin, self.gradients)
         # Plain names of each parameter of a model as it was given, by identity.
@@ -87,7 +85,9 @@ class MegatronStrategy(Strategy):
         """Return `model` as megatron-core computes it, with its weights."""
         if isinstance(model, MegatronModel):
             return model  # as after free_memory()
-        given = list(model.parameters())
+        given, seeds = list(model.parameters()), [torch.initial_seed()]
+        dist.broadcast_object_list(seeds, src=0)
+        self._seed = seeds[0]
         if self.plugin.custom_model_provider_function is not None:
             model = self.plugin.custom_model_provider_function(
                 pre_process=parallel_state.is_pipeline_first_stage(),

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, final
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.nn import functional as F
 
 from accel.config.megatron import MegatronLMPlugin
@@ -104,19 +106,47 @@ class MegatronModel(torch.nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
         use_cache: bool = False,
     ) -> Any:
-        """Return loss [], or logits [B, T, V], of tokens [B, T]. Packed rows are refused."""
+        """Return loss [] by labels, `token_losses` by targets, or logits [B, T, V]: one of them.
+
+        Packed rows (position_ids) are refused.
+        """
         from transformers.modeling_outputs import CausalLMOutput
 
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         window = getattr(self.plain.config, "sliding_window", None)
-        inputs = (input_ids, positions, hidden(attention_mask, input_ids, window))
+        mask = hidden(attention_mask, input_ids, window)
+        if labels is not None:
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        gathers = targets is None
+        logits = self._call(input_ids, positions, mask, runtime_gather_output=gathers)
+        if targets is None:
+            return CausalLMOutput(logits=logits)
+        found = token_losses(logits, targets)
         if labels is None:
-            return CausalLMOutput(logits=self._call(*inputs, runtime_gather_output=True))
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        nats, counts = self._call(*inputs, labels=targets.clamp(min=0)), targets != IGNORED
-        return CausalLMOutput(loss=(nats.float() * counts).sum() / counts.sum())
+            return found
+        return CausalLMOutput(loss=found["nats"].sum() / (targets != IGNORED).sum())
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the cross-entropy of each target, and whether it is the likeliest token: [B, T].
+
+    Args:
+        logits: [B, T, V / tp] of this rank's part of the vocabulary.
+        targets: [B, T], -100 for none.
+    """
+    size, group = logits.shape[-1], parallel_state.get_tensor_model_parallel_group()
+    logits, counts = logits.float(), targets != IGNORED
+    with torch.no_grad():
+        index = targets - parallel_state.get_tensor_model_parallel_rank() * size
+        is_here = (index >= 0) & (index < size)
+        own = logits.gather(-1, torch.where(is_here, index, 0)[..., None])[..., 0]
+        both = torch.stack([torch.where(is_here, own, -math.inf), logits.amax(-1)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    nats = vocab_parallel_cross_entropy(logits, targets.clamp(min=0))  # changes the logits
+    return {"nats": nats * counts, "hits": (both[0] >= both[1]) & counts}
 
 
 @final
