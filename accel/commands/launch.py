@@ -103,7 +103,7 @@ def _from_file(name: str | None) -> dict[str, object]:
 
 def _switches() -> dict[str, str]:
     """Return the flags without a value, with the setting of each."""
-    on = {f"use_{name}": None for name, plugin in strategies().items() if plugin.kind}
+    on = {f"use_{name}": None for name in strategies()}
     return {name: setting or name for name, setting in {**SWITCHES, **on}.items()}
 
 
@@ -116,10 +116,8 @@ def _values() -> list[str]:
 def _refused() -> dict[str, str]:
     """Return why a flag, or each that begins so, is refused."""
     refused = dict(REFUSED)
-    for name, plugin in strategies().items():
+    for plugin in strategies().values():
         refused |= plugin.refused_launched
-        if plugin.kind is None:
-            refused |= dict.fromkeys((f"use_{name}", f"{name}_"), f"{name} is not built yet")
     return refused
 
 

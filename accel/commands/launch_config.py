@@ -182,10 +182,7 @@ def _check_place(path: Path, settings: Mapping[str, object], kind: str, found: P
         remedy = "Run the script on the machine itself: compute_environment: LOCAL_MACHINE."
         found.add(f"{path}: compute_environment={place}", "jobs start on this machine", remedy)
     kinds = [str(known) for known in DistributedType]
-    chosen = strategies().get(kind.lower())
-    if chosen is not None and chosen.kind is None:
-        found.add_not_built(f"{path}: distributed_type={kind}", "Use another one.")
-    elif kind not in (*kinds, *TPUS):
+    if kind not in (*kinds, *TPUS):
         found.append(unknown_choice(f"{path}: distributed_type", kind, kinds))
 
 
@@ -225,10 +222,8 @@ def _section(settings: Mapping[str, object], name: str) -> dict[str, object]:
 
 def _check_keys(path: Path, settings: Mapping[str, object], found: Problems) -> None:
     refused = dict(NOT_OFFERED)
-    for name, plugin in strategies().items():
+    for plugin in strategies().values():
         refused |= plugin.refused_launched
-        if plugin.kind is None:
-            refused[f"{name}_config"] = f"{name} is not built yet: leave it out."
     sections = _sections()
     switches = (f"use_{name}" for name in strategies())
     top = (*VARIABLES, *WHERE, *switches, *sections, *NOT_OFFERED, *WITHOUT_EFFECT)
@@ -311,7 +306,7 @@ def _answers(default: dict[str, object]) -> dict[str, object]:
         answers["main_process_port"] = _ask("Port there", 29500, _positive)
     number = _ask("Number of processes on all machines", default["num_processes"], _positive)
     answers["num_processes"] = number
-    known = [name for name, plugin in strategies().items() if plugin.kind]
+    known = list(strategies())
     question = f"Strategy (none, {', '.join(known)})"
     strategy = str(_ask(question, "none", _one_of(("none", *known))))
     if strategy in known:

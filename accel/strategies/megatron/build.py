@@ -55,16 +55,8 @@ GPT2: Mapping[str, tuple[str, ...]] = {
     }.items()
     for kind in ("weight", "bias")
 }
-# By architecture of transformers: options of a configuration that megatron-core has no other of.
-ONLY: Mapping[str, Mapping[str, object]] = {
-    "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
-    "MistralForCausalLM": {},
-    "GPT2LMHeadModel": {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-}
+INSTEAD = "Use FSDP instead."
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel")
 
 
 @final
@@ -203,7 +195,7 @@ def build_gpt(model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dty
     Raise `ConfigError` for a model that megatron-core would compute otherwise.
     """
     config: Any = getattr(model, "config", None)
-    _check(type(model).__name__, config, plugin)
+    _check(model, config, plugin)
     is_gpt2 = config.model_type == "gpt2"
     core = TransformerConfig(
         **{**_sizes(config), **_distributed(plugin, dtype), **(plugin.other_megatron_args or {})}
@@ -226,21 +218,29 @@ def build_gpt(model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dty
     )
 
 
-def _check(name: str, config: Any, plugin: MegatronLMPlugin) -> None:
-    if name not in ONLY:
-        rule = f"it rebuilds {', '.join(ONLY)} of transformers, and takes modules of megatron-core"
+def _check(model: torch.nn.Module, config: Any, plugin: MegatronLMPlugin) -> None:
+    name, problems = type(model).__name__, Problems()
+    if name not in ARCHITECTURES:
+        rule = f"it rebuilds {', '.join(ARCHITECTURES)}, and takes modules of megatron-core"
         raise ConfigError.of(f"prepare: {name} under Megatron", rule, "Give one of these.")
-    problems, only = Problems(), dict(ONLY[name])
-    if config.model_type == "gpt2":
-        only["embd_pdrop"] = config.resid_pdrop  # megatron-core has one hidden_dropout
-    found = {option: getattr(config, option) for option in only}
-    found["rope_type"] = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    only["rope_type"] = "default" if found["rope_type"] else None
-    for option, value in only.items():
-        if found[option] != value:
-            shown = f"{name}: {option}={found[option]} under Megatron"
-            problems.add(shown, f"it is {value} here", "Use FSDP instead.")
-    if config.vocab_size % plugin.tp_degree:
+    known = {one for weight in weights_of(config).values() for one in weight.names}
+    if further := {parameter for parameter, _ in model.named_parameters()} - known:
+        shown = f"{name} with {', '.join(sorted(further)[:3])} under Megatron"
+        problems.add(shown, "megatron-core's layers have no such weights here", INSTEAD)
+    rope, by_index = (
+        getattr(config, "rope_parameters", None) or {},
+        "scale_attn_by_inverse_layer_idx",
+    )
+    for option, found, only in (
+        ("rope_type", rope.get("rope_type", "default"), "default"),
+        ("embd_pdrop", getattr(config, "embd_pdrop", 0), getattr(config, "resid_pdrop", 0)),
+        ("scale_attn_weights", getattr(config, "scale_attn_weights", True), True),
+        (by_index, getattr(config, by_index, False), False),
+    ):
+        if found != only:
+            shown = f"{name}: {option}={found} under Megatron"
+            problems.add(shown, f"it is {only} here", INSTEAD)
+    if config.vocab_size % plugin.sizes[0]:
         problems.add(
             f"{name}: vocab_size={config.vocab_size} with tp_degree={plugin.tp_degree}",
             "each tensor-parallel rank has as many tokens",

@@ -11,7 +11,7 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.machine.imports import is_available
 from accel.plan.dims import ParallelDims
-from accel.strategies.spec import Decided, MemoryLayout, Plugins, PluginSpec, Request, StrategySpec
+from accel.strategies.spec import Decided, Plugins, PluginSpec, Request, StrategySpec
 
 NAME = "megatron"
 
@@ -95,6 +95,5 @@ SPEC = StrategySpec(
     packages=("megatron-core",),
     dims=dims,
     accumulation_steps=_accumulation_steps,
-    memory=(MemoryLayout(NAME, casts_weights=True),),
     problems=_problems,
 )

@@ -212,13 +212,12 @@ class MegatronState(StateIO):
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        prepared = self._gradients.of(optimizer)
+        prepared = optimizer
+        assert isinstance(prepared, MegatronLMOptimizerWrapper)
         saved = state_by_name(prepared.optimizer, names)
-        if not prepared.num_steps:
-            return saved
         model, base = prepared.model, prepared.engine.optimizer
         keys = {name: names.key(p, 0) for name, p in model.plain.named_parameters()}
-        for moment in MOMENTS:
+        for moment in MOMENTS if prepared.num_steps else ():
 
             def read(shard: Shard, moment: str = moment) -> torch.Tensor:
                 stepped = Stepped(prepared, shard.tensor)
@@ -233,7 +232,8 @@ class MegatronState(StateIO):
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
-        prepared = self._gradients.of(optimizer)
+        prepared = optimizer
+        assert isinstance(prepared, MegatronLMOptimizerWrapper)
         model, base = prepared.model, prepared.engine.optimizer
         load_by_name(prepared.optimizer, {**state, "state": {}}, names)
         values = {names.canonical(key): value for key, value in state["state"].items()}

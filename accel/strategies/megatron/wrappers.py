@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.nn import functional as F
 
 from accel.config.megatron import MegatronLMPlugin
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.wrapping import register_wrapper
 from accel.strategies.base import Gradients
@@ -297,9 +297,3 @@ class MegatronGradients(Gradients):
         """Refuse: Megatron supports norm clipping only."""
         rule = "Megatron supports norm clipping only"
         raise ConfigError.of(f"clip_grad_value_({clip_value})", rule, "Call clip_grad_norm_.")
-
-    def of(self, optimizer: torch.optim.Optimizer) -> MegatronLMOptimizerWrapper:
-        """Return a prepared optimizer; `StateError` for another."""
-        if isinstance(optimizer, MegatronLMOptimizerWrapper):
-            return optimizer
-        raise StateError(f"{type(optimizer).__name__} was not prepared with Megatron.")
