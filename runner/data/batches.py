@@ -318,7 +318,7 @@ class EvalBatches:
             seeded = SeededDataset(dataset, seed, config.seed_samples)
             reader["sampler"] = SequentialSampler(range(self.num_samples or 0))
         loader = make_loader(seeded, config, accelerator.device.type, collate_fn, **reader)
-        self.loader: Any = prepare_data_loader(
+        prepared = prepare_data_loader(
             loader,
             accelerator.device,
             num_processes=dims.dp_size,
@@ -329,6 +329,7 @@ class EvalBatches:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
+        self.loader: Any = accelerator.strategy.wrap_loader(prepared)
 
     def samples_within(self, limit: int | None) -> int | None:
         """Return the samples of the first `limit` batches (None: all); None: not known."""

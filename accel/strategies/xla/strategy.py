@@ -10,6 +10,7 @@ Source: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
@@ -65,7 +66,7 @@ class XlaStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         self.state = XlaState()
         count = runtime.global_runtime_device_count()
-        spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count,), (AXIS,)))
+        self._mesh = spmd.Mesh(np.arange(count), (count,), (AXIS,))
 
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
@@ -74,11 +75,9 @@ class XlaStrategy(Strategy):
         before = get_swap_module_params_on_conversion()
         set_swap_module_params_on_conversion(True)
         try:
-            wrapped = super().wrap_model(model, place, evaluation)
+            return super().wrap_model(model, place, evaluation)
         finally:
             set_swap_module_params_on_conversion(before)
-        wrapped.register_forward_pre_hook(shard_inputs, with_kwargs=True)
-        return wrapped
 
     def wrap_loader(self, loader: Any) -> Any:
         """Return `loader`, each batch of which is sharded and ends the graph of what was before."""
@@ -100,23 +99,16 @@ class XlaStrategy(Strategy):
         return self._received(super()._place(batch, moves))
 
     def _received(self, batch: Batch) -> Batch:
-        """Shard a batch over the devices, and dispatch what was recorded before it."""
-        shard(batch)
+        """Shard a batch along dim 0 over the devices, and dispatch what was recorded before it.
+
+        XLA computes the same whatever is sharded: tensors that do not divide are replicated.
+        """
+        mesh, count = self._mesh, self._mesh.size()
+        parts: list[Any] = [batch]
+        if dataclasses.is_dataclass(batch):
+            parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        for tensor in iterate(parts) if count > 1 else ():
+            if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] % count == 0:
+                spmd.mark_sharding(tensor, mesh, (AXIS, *[None] * (tensor.dim() - 1)))
         torch_xla.sync()
         return batch
-
-
-def shard(batch: object) -> None:
-    """Shard tensors that are on the device along dim 0 where it divides by the devices.
-
-    XLA computes the same whatever is sharded, so a dim that is no batch does no harm.
-    """
-    mesh: Any = spmd.get_global_mesh()
-    for tensor in iterate(batch) if mesh.size() > 1 else ():
-        if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] % mesh.size() == 0:
-            spmd.mark_sharding(tensor, mesh, (AXIS, *[None] * (tensor.dim() - 1)))
-
-
-def shard_inputs(module: torch.nn.Module, args: object, kwargs: object) -> None:
-    """Shard the inputs of a forward pass: of loaders that were not prepared, too."""
-    shard((args, kwargs))

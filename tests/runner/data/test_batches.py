@@ -65,6 +65,7 @@ class Pretended:
         self.device = torch.device("cpu")
         self.num_processes, self.process_index = count, rank
         self.parallel_dims = data_parallel(count, rank)
+        self.strategy = SimpleNamespace(wrap_loader=lambda loader: loader)
         self.plan = SimpleNamespace(
             device=self.device,
             parallel_dims=self.parallel_dims,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ pytestmark = pytest.mark.xla
 CLOSE = 1e-6
 TRANSFERS = "TransferFromDeviceTime"  # each is a wait of the host for the device
 COMPILED = "CompileTime"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A batch of no prepared loader."""
+
+    inputs: torch.Tensor
+
+    def to(self, device: torch.device, **kwargs: Any) -> Sample:
+        return Sample(self.inputs.to(device))
 
 
 def data(samples: int = 44) -> TensorDataset:
@@ -115,10 +126,15 @@ def test_model_and_batches_are_on_the_device_of_torch_xla() -> None:
         assert parameter.device.type == "xla"
     inputs, targets = next(iter(loader))
     shardings = [torch_xla._XLAC._get_xla_sharding_spec(one) for one in (inputs, targets)]
-    own = torch.ones(4, 8).to(accelerator.device)  # of no prepared loader
-    model(own)
-    assert torch_xla._XLAC._get_xla_sharding_spec(own) == shardings[0]
     assert shardings == (["{devices=[2,1]0,1}", "{devices=[2]0,1}"] if number == 2 else ["", ""])
+    seen = []
+
+    def loss_fn(model: torch.nn.Module, batch: Sample) -> torch.Tensor:
+        seen.append(torch_xla._XLAC._get_xla_sharding_spec(batch.inputs))
+        return model(batch.inputs).sum()
+
+    accelerator.forward_backward(model, [Sample(torch.ones(4, 8))], loss_fn)
+    assert seen == shardings[:1]
 
 
 def test_a_step_waits_for_no_value_and_is_compiled_once() -> None:
@@ -132,6 +148,33 @@ def test_a_step_waits_for_no_value_and_is_compiled_once() -> None:
     assert metrics.metric_data(COMPILED) is None
     assert metrics.metric_data(TRANSFERS) is None
     assert not [name for name in metrics.counter_names() if name.startswith("aten::")]
+
+
+def test_two_models_train_on_each_others_outputs() -> None:
+    """As adversarial training does: what one computes is no batch of the other."""
+
+    def losses(accelerator: Accelerator) -> torch.Tensor:
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        optimizers = [torch.optim.Adam(one.parameters()) for one in (first, second)]
+        first, second, *optimizers, loader = accelerator.prepare(
+            first, second, *optimizers, DataLoader(data(24), 8)
+        )
+        found = []
+        for inputs, targets in loader:
+            made = first(inputs)
+            for hidden, optimizer in ((made.detach(), optimizers[1]), (made, optimizers[0])):
+                loss = torch.nn.functional.cross_entropy(second(hidden.t().contiguous()), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        return torch.stack(found).cpu()
+
+    found = losses(Accelerator())
+    reset_accel()
+    wanted = losses(Accelerator(cpu=True))
+    assert ((found - wanted).abs() / wanted).max() <= CLOSE
 
 
 def test_bf16_computes_forward_passes_in_bf16() -> None:
