@@ -13,10 +13,11 @@ from typing import Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.megatron import MegatronLMPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.machine.imports import is_torchao_available
+from accel.machine.imports import is_megatron_lm_available, is_torchao_available
 from tests.parity.task import Task
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -56,6 +57,10 @@ class Cell:
     variant: str = ""
     sabotage: str | None = None
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        llama = self.backend.startswith("megatron")  # rebuilds models of transformers alone
+        object.__setattr__(self, "task", replace(self.task, llama=llama))
 
     @property
     def reference_device(self) -> str:
@@ -205,11 +210,43 @@ def _deepspeed_backends() -> dict[str, Backend]:
     }
 
 
+def _megatron(**fields: Any) -> Callable[[Cell], dict[str, Any]]:
+    def arguments(cell: Cell) -> dict[str, Any]:
+        sizes = {name: cell.world_size if one == "all" else one for name, one in fields.items()}
+        return {"megatron_lm_plugin": MegatronLMPlugin(**sizes)}
+
+    return arguments
+
+
+def _megatron_backends() -> dict[str, Backend]:
+    def on(*sizes: int) -> Callable[[Cell], str | None]:
+        def reason(cell: Cell) -> str | None:
+            if cell.precision == "fp16":
+                return "Megatron's scale begins at 2**32: the first steps are skipped"
+            if cell.variant == "own loss":
+                return "what is trained gives its loss function logits"
+            return None if cell.world_size in sizes else f"it is tried on {sizes} processes"
+
+        return reason
+
+    engine = partial(Backend, owns_bf16=True)
+    whole = {"tp_degree": "all", "sequence_parallelism": True}
+    return {
+        "megatron_tp": engine(_megatron(tp_degree="all"), reason=on(1, 2)),
+        "megatron_sp": engine(_megatron(**whole), reason=on(2)),
+        "megatron_pp": engine(_megatron(pp_degree=2), reason=on(2)),
+        "megatron_dp": engine(_megatron(), reason=on(2)),
+        "megatron_sharded": engine(_megatron(use_distributed_optimizer=True), reason=on(2)),
+        "megatron_tp_dp": engine(_megatron(tp_degree=2), reason=on(4)),
+    }
+
+
 BACKENDS: dict[str, Backend] = {
     "single": Backend(_none, reason=_alone),
     "ddp": Backend(_none, reason=_several),
     **_sharded_backends(),
     **_deepspeed_backends(),
+    **(_megatron_backends() if is_megatron_lm_available() else {}),
     "xla": Backend(_none, own_kernels=True, reason=_one_in_fp32_or_bf16),
     "compile_single": Backend(_compiled(_none), reason=_alone),
     "compile_ddp": Backend(_compiled(_none), reason=_several),

@@ -30,6 +30,8 @@ FLOAT8_SABOTAGES = (
 FAR_FROM_FP32 = ("scale of small values left out", "scale inverted")
 # Of sequences that are divided.
 SEQUENCES = ("a part counted twice", "keys of another rank backwards")
+# Of data-parallel ranks, of which one reads what another one is to read.
+DATA = "data of another rank"
 # One of each engine; the others of its family share the code that the mistakes are in.
 BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3", "xla")
 
@@ -45,6 +47,8 @@ def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
         if (cell.backend, *kind, cell.variant) == ("cp", "no", 2, 2, ""):
             yield from (replace(cell, sabotage=sabotage) for sabotage in SEQUENCES)
         alone = cell.backend == "xla"  # one process drives all devices
+        if (cell.backend, *kind, cell.variant) == ("megatron_dp", "no", 2, 2, ""):
+            yield replace(cell, sabotage=DATA)
         if cell.backend not in BACKENDS or kind != ("no", 1 if alone else 2, 2):
             continue
         for sabotage in SABOTAGES[alone:]:

@@ -67,6 +67,7 @@ class Run:
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the nats of all targets that count: [] of logits [B, T, V] and targets [B, T]."""
+    logits = getattr(logits, "logits", logits)  # of transformers' models
     flat = logits.float().flatten(0, 1)
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

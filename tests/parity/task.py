@@ -32,6 +32,7 @@ class Task:
         tied: whether the head is the embedding.
         own_loss: whether the model is given the targets, and returns the summed loss, computed in
             the format of its logits.
+        llama: whether a Llama of transformers is trained, of the same sizes.
     """
 
     num_steps: int = 50
@@ -44,6 +45,7 @@ class Task:
     recipe: Recipe = field(default_factory=Recipe)
     tied: bool = True
     own_loss: bool = False
+    llama: bool = False
 
     @property
     def num_passes(self) -> int:
@@ -59,6 +61,8 @@ class Task:
     def model(self) -> torch.nn.Module:
         """Return the model: the same on every process, no weight zero, no gradient zero."""
         torch.manual_seed(0)
+        if self.llama:
+            return self._llama()
         model = byte_gpt(self.dim, self.num_layers, num_heads=4, expansion=4)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -69,6 +73,22 @@ class Task:
             model.forward = OwnLoss(model.forward)  # type: ignore[method-assign]
         if not self.tied:
             model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+        return model
+
+    def _llama(self) -> torch.nn.Module:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=self.dim,
+            intermediate_size=2 * self.dim,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=4,
+            max_position_embeddings=self.context,
+            initializer_range=0.05,
+            tie_word_embeddings=self.tied,
+        )
+        model: torch.nn.Module = transformers.LlamaForCausalLM(config)
         return model
 
     def data(self) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:

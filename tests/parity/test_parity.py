@@ -13,6 +13,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
 from tests.parity.controls import (
+    DATA,
     FAR_FROM_FP32,
     FLOAT8_SABOTAGES,
     SABOTAGES,
@@ -47,6 +48,7 @@ TYPES = {
     "zero3": "DeepSpeedEngine",
     "zero2_offload": "DeepSpeedEngine",
     "zero3_offload": "DeepSpeedEngine",
+    **dict.fromkeys((name for name in BACKENDS if "megatron" in name), "MegatronModel"),
     "compile_single": "OptimizedModule",
     "compile_ddp": "DistributedDataParallel",
     "compile_fsdp": "FSDPByteGPT",
@@ -176,6 +178,15 @@ def spoiled_float8(backend: str, world_size: int, sabotage: str) -> Verdict:
         pytest.skip(reason)
     (spoiled,) = (found for found in controls([cell]) if found.sabotage == sabotage)
     return run(spoiled)
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_the_data_of_another_turns_the_matrix_red() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
+    (spoiled,) = controls([Cell("megatron_dp", "no", 2, 2, TASK)])
+    verdict = run(spoiled)
+    assert spoiled.sabotage == DATA
+    assert verdict.caught, verdict.failures
 
 
 FAST_CONTROLS = [("ddp", "gradients divided by W twice"), ("ddp", "tied weight untied")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.comm.ops import broadcast
 from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import GradScalerKwargs, KwargsHandler
 from accel.config.training import DataLoaderConfiguration
 from accel.precision.fp8 import TorchaoPrecision, import_torchao
 from accel.run.loss_normalization import global_weight, normalize_loss
 from accel.strategies.context_parallel import _AllToAll
+from tests.accel.strategies.megatron.cuda_is_cpu import cuda_is_cpu
 from tests.parity import fp8_layers
 from tests.parity.cells import BACKENDS, Cell
+from tests.parity.controls import DATA
 from tests.parity.memory import Walk
 from tests.parity.reference import IGNORED, Run, summed_loss
 from tests.parity.task import Task, text
@@ -49,7 +53,8 @@ def train(cell: Cell) -> dict[str, Any]:
         "nothing converted": _unconverted,
         "keys of another rank backwards": _keys_of_another_rank,
     }
-    with spoilt.get(cell.sabotage, contextlib.nullcontext)():
+    on_cpu = cuda_is_cpu if cell.task.llama and cell.device == "cpu" else contextlib.nullcontext
+    with spoilt.get(cell.sabotage, contextlib.nullcontext)(), on_cpu():
         return _train(cell, task, walk)
 
 
@@ -66,7 +71,11 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     for number, window in enumerate(windows(task, cell, loader)):
         if cell.sabotage == "last window dropped" and number == task.num_steps - 1:
             break
-        run.losses.append(step(accelerator, model, optimizer, window, cell, (run, walk, number)))
+        if cell.task.llama:
+            run.losses.append(scheduled(accelerator, model, optimizer, window, cell))
+        else:
+            notes = (run, walk, number)
+            run.losses.append(step(accelerator, model, optimizer, window, cell, notes))
     state = accelerator.get_state_dict(model)
     run.weights = {k: v.detach().float().cpu().clone() for k, v in (state or {}).items()}
     if cell.device == "cuda":
@@ -223,6 +232,34 @@ def step(
                 _note("after", notes)
             optimizer.zero_grad()
     return share
+
+
+def scheduled(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: list[Batch],
+    cell: Cell,
+) -> float:
+    """Make one optimizer step by the strategy's schedule; return this replica's share of its loss.
+
+    The ranks of a replica have the same one.
+    """
+    recipe, dims = sabotaged(cell).recipe, accelerator.parallel_dims
+    if cell.sabotage == DATA:
+        window = [broadcast(batch) for batch in window]
+    weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator)
+    factors = {"grad_size": dims.grad_size, "num_steps": accelerator.gradient_accumulation_steps}
+
+    def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return normalize_loss(summed_loss(model(batch[0]), batch[1]), weight, **factors)
+
+    losses = accelerator.forward_backward(model, window, loss_of)
+    if recipe.max_norm is not None:
+        accelerator.clip_grad_norm_(model.parameters(), recipe.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(torch.stack(losses).double().sum()) / math.prod(factors.values())
 
 
 def _note(moment: str, notes: tuple[Run, Walk, int]) -> None:

@@ -79,9 +79,10 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved[name]) for name, value in weights(straight).items())
 
 
-def test_a_run_goes_on_under_other_strategies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["default", "pipeline"])
+def test_a_run_goes_on_under_other_strategies(tmp_path: Path, option: str) -> None:
     (tmp_path / "kill").touch()
-    killed = run(tmp_path, *MEGATRON, *NO_DROPOUT, fails=True)
+    killed = run(tmp_path, *TWO, f"megatron={option}", *NO_DROPOUT, fails=True)
     other = (*TWO, "fsdp=full_shard", "megatron=null", f"resume={killed}")
     resumed = run(tmp_path, *other, *NO_DROPOUT)
     whole = run(tmp_path / "whole", "distributed=none", *NO_DROPOUT)
