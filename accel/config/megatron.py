@@ -26,7 +26,17 @@ VARIABLES: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "sequence_parallelism": (parse_bool, False),
     "recompute_activations": (parse_bool, False),
     "use_distributed_optimizer": (parse_bool, False),
+    "recompute_granularity": (str, None),
+    "recompute_method": (str, None),
+    "recompute_num_layers": (int, None),
+    "attention_dropout": (float, None),
+    "hidden_dropout": (float, None),
 }
+# What the configuration of a module of megatron-core decides, where a function builds it.
+OF_MODELS = (
+    *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_activations"),
+    *("sequence_parallelism", "other_megatron_args"),
+)
 CALLABLES = ("custom_model_provider_function",)
 # Documented fields that are not built, by what to do instead; their defaults are accepted.
 REFUSED: Mapping[str, str] = {
@@ -208,7 +218,7 @@ class MegatronLMPlugin:
                 text = env.read(PREFIX + name.upper())
                 setattr(self, name, _parsed(name, text, parse, problems) if text else default)
         check_types(self, problems)
-        for name in ("tp_degree", "pp_degree", "num_micro_batches"):
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers"):
             check_minimum(self, name, 1, problems)
         check_minimum(self, "gradient_clipping", 0, problems)
         check_choice(self, "recompute_granularity", ("full", "selective"), problems)
@@ -221,9 +231,18 @@ class MegatronLMPlugin:
                 "it divides sequences over tensor-parallel ranks",
                 "Give tp_degree=2 or more, or leave it out.",
             )
+        if self.custom_model_provider_function is not None:
+            for name in (name for name in OF_MODELS if getattr(self, name)):
+                rule = "the TransformerConfig of the function's model decides it"
+                problems.add(f"MegatronLMPlugin.{name} with a provider", rule, "Set it there.")
+        if not isinstance(self.other_megatron_args or {}, Mapping):
+            rule = "it maps fields of TransformerConfig to values"
+            problems.add(f"other_megatron_args={self.other_megatron_args!r}", rule, "Give a dict.")
         defaults = {one.name: one.default for one in dataclasses.fields(self)}
         for remedy, names in REFUSED.items():
             for name in names.split():
+                if env.read(variable := PREFIX + name.upper()):
+                    problems.add_not_built(f"{variable} (environment)", remedy)
                 value = getattr(self, name)
                 is_one = name.endswith("_parallel_size") and value == 1
                 if value not in (defaults[name], False) and not is_one:

@@ -6,6 +6,7 @@ Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -56,6 +57,12 @@ GPT2: Mapping[str, tuple[str, ...]] = {
     for kind in ("weight", "bias")
 }
 INSTEAD = "Use FSDP instead."
+# Fields of TransformerConfig for other layers, numbers and ranks than are built here.
+UNUSED = {
+    *("normalization", "add_bias_linear", "num_moe_experts", "fp8", "fp4", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "virtual_pipeline_model_parallel_size",
+}
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel")
 
 
@@ -197,9 +204,13 @@ def build_gpt(model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dty
     config: Any = getattr(model, "config", None)
     _check(model, config, plugin)
     is_gpt2 = config.model_type == "gpt2"
-    core = TransformerConfig(
-        **{**_sizes(config), **_distributed(plugin, dtype), **(plugin.other_megatron_args or {})}
-    )
+    own = {**_sizes(config), **_distributed(plugin, dtype)}
+    further = plugin.other_megatron_args or {}
+    known = {one.name for one in dataclasses.fields(TransformerConfig)} - own.keys() - UNUSED
+    if odd := sorted(set(further) - known):
+        rule = "it takes fields of TransformerConfig that model and plugin leave open"
+        raise ConfigError.of(f"other_megatron_args: {', '.join(odd)}", rule, "Leave them out.")
+    core = TransformerConfig(**own, **further)
     layer = get_gpt_layer_local_spec(normalization=core.normalization)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -240,6 +251,9 @@ def _check(model: torch.nn.Module, config: Any, plugin: MegatronLMPlugin) -> Non
         if found != only:
             shown = f"{name}: {option}={found} under Megatron"
             problems.add(shown, f"it is {only} here", INSTEAD)
+    if config.num_hidden_layers % plugin.sizes[1]:
+        value = f"{name}: {config.num_hidden_layers} layers with pp_degree={plugin.pp_degree}"
+        problems.add(value, "each stage has as many layers", "Choose another pp_degree.")
     if config.vocab_size % plugin.sizes[0]:
         problems.add(
             f"{name}: vocab_size={config.vocab_size} with tp_degree={plugin.tp_degree}",

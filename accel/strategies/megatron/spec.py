@@ -67,6 +67,9 @@ def _problems(request: Request) -> list[Problem]:
     if request.mixed_precision == "fp8":
         rule = "megatron-core's layers compute in bf16, fp16 or fp32 here"
         problems.add("mixed_precision='fp8' under Megatron", rule, "Use mixed_precision='bf16'.")
+    if request.dynamo.backend != "no":
+        rule = "its schedules call modules that torch.compile does not wrap here"
+        problems.add("torch.compile under Megatron", rule, "Switch compilation off.")
     if not is_available("megatron.core"):
         rule = "the package megatron-core is not installed"
         problems.add("MegatronLMPlugin", rule, "pip install 'accel-runner[megatron]'")

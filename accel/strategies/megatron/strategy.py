@@ -132,6 +132,15 @@ class MegatronStrategy(Strategy):
 
     def _own(self, core: Any, given: Sequence[torch.Tensor]) -> MegatronModel:
         """Return a module of megatron-core, whose plain names are its own in one process."""
+        config = core.config
+        wanted = {"bf16": self._dtype == torch.bfloat16, "fp16": self._dtype == torch.float16}
+        if self.plugin.sizes[1] > 1:  # shapes are exchanged by the stages
+            wanted["variable_seq_lengths"] = True
+        for name, value in wanted.items():
+            if getattr(config, name) != value:
+                rule, remedy = f"it is {value} in this run", "Set it there."
+                value_ = f"TransformerConfig.{name}={getattr(config, name)} of a given model"
+                raise ConfigError.of(value_, rule, remedy)
         plain, shards = torch.nn.Module(), shards_of(core)
         for name, (shape, trains) in described(shards).items():
             owner, leaf = plain, name.rpartition(".")[2]
@@ -181,7 +190,10 @@ class MegatronStrategy(Strategy):
                     "Put it into one group, or freeze it with requires_grad_(False) before.",
                 )
             groups[id(shard.tensor)] = indices.pop() or 0
-        own.state.clear()
+        if own.state:
+            rule = "Megatron's optimizer begins without a state"
+            remedy = "Prepare a new one, and load a checkpoint with accelerator.load_state(…)."
+            raise ConfigError.of("prepare: an optimizer that has made steps", rule, remedy)
         wrapped = MegatronLMOptimizerWrapper(own, model, groups, self.plugin)
         self.gradients.optimizers.append(wrapped)
         if model in self._initial:

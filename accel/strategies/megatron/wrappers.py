@@ -177,13 +177,14 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     ) -> None:
         super().__init__(given, device_placement=False)
         first, kind, config = given.param_groups[0], type(given), model.core.config
-        if kind not in (torch.optim.AdamW, torch.optim.Adam) or first["amsgrad"]:
-            rule = "Megatron's optimizer computes AdamW or Adam of torch, without amsgrad"
+        others = any(one["amsgrad"] or one["maximize"] for one in given.param_groups)
+        if kind not in (torch.optim.AdamW, torch.optim.Adam) or others:
+            rule = "Megatron's optimizer computes AdamW or Adam of torch, no amsgrad, no maximize"
             raise ConfigError.of(f"prepare: {kind.__name__} under Megatron", rule, "Use AdamW.")
         settings = OptimizerConfig(
             lr=float(first["lr"]),
             weight_decay=float(first["weight_decay"]),
-            decoupled_weight_decay=kind is torch.optim.AdamW,
+            decoupled_weight_decay=first["decoupled_weight_decay"],
             bf16=config.bf16,
             fp16=config.fp16,
             params_dtype=config.params_dtype,
@@ -250,6 +251,18 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
             self.engine.zero_grad()
             self._overflowed, self._is_clipped = None, False
 
+    def state_dict(self) -> NoReturn:
+        """Refuse: each rank has a part of the state, in Megatron's optimizer."""
+        raise _in_engine("optimizer.state_dict()", "accelerator.save_state(…)")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refuse, as `state_dict`.
+
+        Args:
+            state_dict: not used.
+        """
+        raise _in_engine("optimizer.load_state_dict(…)", "accelerator.load_state(…)")
+
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refuse: Megatron's optimizer steps the parameters that it was built with.
 
@@ -262,6 +275,11 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         rule = "its optimizer steps the parameters that require gradients at prepare"
         remedy = "Give the optimizer all groups before; a rate of 0 leaves one as it is."
         raise ConfigError.of("add_param_group under Megatron", rule, remedy)
+
+
+def _in_engine(call: str, instead: str) -> ConfigError:
+    rule = "each rank has a part of the state, in Megatron's optimizer"
+    return ConfigError.of(f"{call} under Megatron", rule, f"Call {instead}.")
 
 
 @final
@@ -286,6 +304,8 @@ class MegatronGradients(Gradients):
         for optimizer in self.optimizers:
             trained = {id(p) for p in optimizer.model.parameters() if p.requires_grad}
             if trained <= given and norm_type == 2:
+                if not optimizer.gradient_state.sync_gradients:  # the window is not complete
+                    return torch.zeros(())
                 return torch.tensor(optimizer.clip(float(max_norm)))
         raise ConfigError.of(
             f"clip_grad_norm_(…, {max_norm}, norm_type={norm_type})",

@@ -49,6 +49,9 @@ def test_each_variable_without_meaning_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"recompute_method": "some"}, "recompute_method"),
         ({"sequence_parallelism": True}, "divides sequences over tensor-parallel ranks"),
         ({"custom_model_provider_function": "no.such"}, "custom_model_provider_function"),
+        ({"custom_model_provider_function": print, "hidden_dropout": 0.5}, "with a provider"),
+        ({"recompute_num_layers": -3}, "recompute_num_layers=-3"),
+        ({"other_megatron_args": [1]}, "it maps fields of TransformerConfig"),
     ],
 )
 def test_values_of_the_plugin_are_checked(fields: dict[str, object], problem: str) -> None:
@@ -61,6 +64,12 @@ def test_what_is_not_built_is_refused_by_name(name: str) -> None:
     kinds = {field.name: str(field.type) for field in dataclasses.fields(MegatronLMPlugin)}
     with pytest.raises(NotBuiltError, match=rf"MegatronLMPlugin\.{name}="):
         MegatronLMPlugin(**{name: True if "bool" in kinds[name] else 7})  # type: ignore[arg-type]
+
+
+def test_variables_of_what_is_not_built_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_LM_NO_LOAD_OPTIM", "true")
+    with pytest.raises(NotBuiltError, match=r"MEGATRON_LM_NO_LOAD_OPTIM \(environment\)"):
+        MegatronLMPlugin()
 
 
 def test_ranks_are_laid_out_as_megatron_does() -> None:

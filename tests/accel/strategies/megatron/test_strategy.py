@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
+from accel.machine.errors import ConfigError
 from tests.accel.strategies.megatron.training import (
     CLOSE,
     MAX_NORM,
@@ -231,6 +232,34 @@ def check_fields() -> None:
 
 def test_fields_reach_the_configuration_of_megatron() -> None:
     run_distributed(check_fields, 1)
+
+
+def check_refusals() -> None:
+    cases: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+        ({"other_megatron_args": {"num_layers": 1, "no_such": 1}}, {}, "no_such, num_layers"),
+        ({}, {"maximize": True}, "no maximize"),
+    )
+    for fields, options, words in cases:
+        with started(fields) as accelerator:
+            model = build_model()
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+            with pytest.raises(ConfigError, match=words):
+                accelerator.prepare(model, optimizer)
+    with started({"num_micro_batches": 2}) as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with accelerator.accumulate(model):  # the window is open: nothing is reduced yet
+            accelerator.backward(loss_of(model, batch_of(data()[0][0])))
+            assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch_of(data()[0][0])))
+            assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+        with pytest.raises(ConfigError, match=r"accelerator\.save_state"):
+            optimizer.state_dict()
+
+
+def test_what_megatron_would_compute_otherwise_is_refused() -> None:
+    run_distributed(check_refusals, 1)
 
 
 def build_core(pre_process: bool = True, post_process: bool = True) -> Any:
