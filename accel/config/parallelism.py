@@ -118,6 +118,9 @@ class ParallelismConfig:
         check_choice(self, "cp_backend", ("torch", ULYSSES, RING), problems)
         check_choice(self, "sp_backend", ("deepspeed",), problems)
         check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
+        if self.pp_size == 1 and (self.pp_split is not None or self.pp_schedule != "1F1B"):
+            value = f"pp_schedule={self.pp_schedule!r}, pp_split={self.pp_split!r} with pp_size=1"
+            problems.add(value, "one stage has no schedule", "Give pp_size=2 or more.")
         if not problems and self.cp_enabled and self.sp_enabled:
             value = f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size})"
             rule = "both are ranks that compute parts of the same sequences"

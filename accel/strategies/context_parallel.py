@@ -143,7 +143,11 @@ class ContextParallel:
         buffers: list[Tensor] = []
 
         def own(tensor: Tensor) -> Tensor:
-            if tensor.ndim > 1 and tensor.shape[1] == size:
+            if tensor.ndim and tensor.shape[1:2] != (size,):
+                value = f"a tensor {tuple(tensor.shape)} beside sequences of {size} tokens"
+                rule = "what belongs to whole samples, as a class, cannot be computed from a part"
+                raise ConfigError.of(value, rule, "Leave cp_size out.")
+            if tensor.ndim:
                 tensor = tensor.detach().view_as(tensor)  # the caller's stays as it is
                 buffers.append(tensor)
             return tensor
@@ -188,12 +192,20 @@ class ContextParallel:
         """Give forward passes of `model` on parts of sequences their positions and whole masks.
 
         The first module that takes `position_ids` gets them: an adapter's wrapper hands them on.
+
+        Raises:
+            ConfigError: for attention of transformers that is not exchanged.
         """
         signatures = {module: inspect.signature(module.forward) for module in model.modules()}
         target = next((m for m in model.modules() if POSITIONS in signatures[m].parameters), model)
         signature, named = signatures[target], signatures[target].parameters
         causal = any(getattr(module, "is_causal", False) for module in target.modules())
-        kernel = getattr(getattr(target, "config", None), "_attn_implementation", None)
+        config = getattr(target, "config", None)
+        kernel = getattr(config, "_attn_implementation", None)
+        if kernel == "eager":
+            rule = "it computes attention in lines of the model, over this rank's part alone"
+            remedy = "Load the model with attn_implementation='sdpa', or another model."
+            raise ConfigError.of("attention 'eager' with several ranks of cp", rule, remedy)
 
         def complete(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,6 +220,10 @@ class ContextParallel:
                 start = found.rank * found.size
                 own = torch.arange(start, start + found.size, device=tokens.device)
                 given[POSITIONS] = own.expand(tokens.shape[:2])
+            if (window := _window(config)) is not None and window < found.size * self.size:
+                value = f"attention over {window} of {found.size * self.size} tokens"
+                rule = "context-parallel ranks see all tokens before theirs"
+                raise ConfigError.of(value, rule, f"Give sequences of {window} tokens at most.")
             mask = self._whole(found, given.get("attention_mask"))
             if kernel is not None and "flash" not in kernel:
                 packed = found.whole.get(id(positions)) if mask is None else None
@@ -353,6 +369,14 @@ def _all_to_all(tensor: Tensor, divide: int, join: int, group: dist.ProcessGroup
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), dim=join)
+
+
+def _window(config: Any) -> int | None:
+    """Return how many tokens a layer of transformers sees at most; None: all."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((size for size in sizes if size), default=None)
 
 
 def _visible(positions: Tensor | None, padding: Any, causal: bool) -> Any:

@@ -152,7 +152,7 @@ def _compare_on_four() -> dict[str, float]:
 # -- transformers --------------------------------------------------------------------------
 
 
-def _llama(kernel: str = "sdpa") -> nn.Module:
+def _llama(kernel: str = "sdpa", **options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -164,6 +164,7 @@ def _llama(kernel: str = "sdpa") -> nn.Module:
         num_attention_heads=HEADS,
         num_key_value_heads=1,
         use_cache=False,
+        **options,
     )
     config._attn_implementation = kernel
     return LlamaForCausalLM(config)
@@ -186,6 +187,12 @@ def _compare_transformers() -> dict[str, float]:
     def own_loss(model: nn.Module, given: Batch) -> Tensor:
         return model(**given, num_items_in_batch=1).loss
 
+    with pytest.raises(ConfigError, match="attn_implementation='sdpa'"):
+        largest_difference(lambda: _llama("eager"), batch(), 2)
+    Accelerator().end_training()
+    with pytest.raises(ConfigError, match="attention over 8 of 16 tokens"):
+        largest_difference(lambda: _llama(sliding_window=8), batch(), 2)
+    Accelerator().end_training()
     with pytest.MonkeyPatch.context() as patch:  # labels that the model shifts itself
         patch.setitem(globals(), "loss_of", own_loss)
         found["own loss"] = largest_difference(_llama, batch(), 2)
@@ -323,6 +330,10 @@ def _refusals() -> Iterator[str]:
         ):
             call({"input_ids": ids})
         yield str(caught.value)
+    of_samples = {"input_ids": batch()["input_ids"], "classes": torch.zeros(2)}
+    with pytest.raises(ConfigError) as caught:
+        accelerator.forward_backward(model, [of_samples], lambda model, part: torch.zeros(()))
+    yield str(caught.value)
     accelerator.end_training()
     for fields, options in (({"cp_backend": "ring"}, {}), ({}, {"dynamo_backend": "eager"})):
         with pytest.raises(ConfigError) as caught:
@@ -339,6 +350,7 @@ def _refused() -> list[str]:
 def test_what_it_cannot_do_is_refused() -> None:
     expected = (
         *("15 tokens.*Pad to a multiple of 2", "no attention was computed", "padding of a part"),
+        "belongs to whole samples",
         *("cp_backend='ring'.*on a CPU", "torch.compile"),
     )
     for found in run_distributed(_refused, 2):
