@@ -120,6 +120,20 @@ def _sequences(size: int = 2, **plugins: Any) -> Callable[[Cell], dict[str, Any]
     return arguments
 
 
+# Two stages on each process, of a model of two blocks.
+FOUR_STAGES = ["blocks.0", "blocks.1", "norm"]
+
+
+def _stages(**sizes: Any) -> Callable[[Cell], dict[str, Any]]:
+    def arguments(cell: Cell) -> dict[str, Any]:
+        replicas = 1 if sizes else cell.world_size // 2
+        split = FOUR_STAGES if "pp_schedule" in sizes else None
+        given = {"pp_size": 2, "dp_replicate_size": replicas, "pp_split": split, **sizes}
+        return {"parallelism_config": ParallelismConfig(**given)}
+
+    return arguments
+
+
 def _deepspeed(stage: int, **fields: Any) -> Callable[[Cell], dict[str, Any]]:
     return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage, **fields)}
 
@@ -148,6 +162,10 @@ def _together(*parts: Callable[[Cell], dict[str, Any]]) -> Callable[[Cell], dict
     return lambda cell: {name: value for part in parts for name, value in part(cell).items()}
 
 
+def _two(cell: Cell) -> str | None:
+    return None if cell.world_size == 2 else "two processes hold two stages each"
+
+
 def _alone(cell: Cell) -> str | None:
     return None if cell.world_size == 1 else "one process alone; several are DDP"
 
@@ -157,7 +175,7 @@ def _several(cell: Cell) -> str | None:
 
 
 def _pairs(cell: Cell) -> str | None:
-    return "sequences are divided over two processes" if cell.world_size == 1 else None
+    return "sequences, or stages, are divided over two processes" if cell.world_size == 1 else None
 
 
 def _four(cell: Cell) -> str | None:
@@ -189,6 +207,11 @@ def _sharded_backends() -> dict[str, Backend]:
             _sequences(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2, tp_plan=TP_PLAN)),
             reason=_four,
         ),
+        "pp": Backend(_stages(), reason=_pairs),
+        "pp_interleaved": Backend(_stages(pp_schedule="Interleaved1F1B"), reason=_two),
+        "pp_zero_bubble": Backend(_stages(pp_schedule="ZBVZeroBubble"), reason=_two),
+        "pp_fsdp": engine(_stages(dp_shard_size=2), reason=_four),
+        "pp_tp": Backend(_together(_stages(tp_size=2), _tensor_parallel(2)), reason=_four),
         "tp": Backend(_tensor_parallel()),
         "tp_ddp": Backend(_tensor_parallel(2), reason=_four),
     }

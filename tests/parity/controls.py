@@ -32,6 +32,8 @@ FAR_FROM_FP32 = ("scale of small values left out", "scale inverted")
 SEQUENCES = ("a part counted twice", "keys of another rank backwards")
 # Of data-parallel ranks, of which one reads what another one is to read.
 DATA = "data of another rank"
+# Of stages of a pipeline.
+STAGES = ("a stage left out of the norm", "tied weight not summed")
 # One of each engine; the others of its family share the code that the mistakes are in.
 BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3", "xla")
 
@@ -46,6 +48,8 @@ def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
         kind = cell.precision, cell.world_size, cell.accumulation
         if (cell.backend, *kind, cell.variant) == ("cp", "no", 2, 2, ""):
             yield from (replace(cell, sabotage=sabotage) for sabotage in SEQUENCES)
+        if (cell.backend, *kind, cell.variant) == ("pp", "no", 2, 2, ""):
+            yield from (replace(cell, sabotage=sabotage) for sabotage in STAGES)
         alone = cell.backend == "xla"  # one process drives all devices
         if (cell.backend, *kind, cell.variant) == ("megatron_dp", "no", 2, 2, ""):
             yield replace(cell, sabotage=DATA)

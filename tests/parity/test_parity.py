@@ -18,6 +18,7 @@ from tests.parity.controls import (
     FLOAT8_SABOTAGES,
     SABOTAGES,
     SEQUENCES,
+    STAGES,
     controls,
 )
 from tests.parity.gates import FLOAT8 as FLOAT8_GATE
@@ -40,6 +41,7 @@ TYPES = {
     "fsdp_tp": "FSDPByteGPT",
     "cp": "FSDPByteGPT",
     "cp_tp": "FSDPByteGPT",
+    **dict.fromkeys(("pp", "pp_interleaved", "pp_zero_bubble", "pp_fsdp", "pp_tp"), "Pipelined"),
     "tp": "ByteGPT",
     "tp_ddp": "FSDPByteGPT",
     "zero0": "DeepSpeedEngine",
@@ -56,7 +58,7 @@ TYPES = {
 }
 # What a process of two holds of what a replica holds, from and to. DDP's buckets are as large as
 # the gradients: with weights, gradients and two moments, 5/4.
-HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55)}
+HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55), "pp": (0.4, 0.7)}
 ALWAYS = ("ddp",)  # the others are slow tests
 
 
@@ -212,9 +214,14 @@ def test_a_mistake_turns_the_matrix_red(backend: str, sabotage: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", SEQUENCES)
-def test_a_mistake_with_parts_of_sequences_turns_it_red(sabotage: str) -> None:
-    cells = controls([Cell("cp", "no", 2, 2, TASK)])
+@pytest.mark.parametrize(
+    ("backend", "sabotage"),
+    [*itertools.product(["cp"], SEQUENCES), *itertools.product(["pp"], STAGES)],
+)
+def test_a_mistake_with_parts_of_sequences_or_stages_turns_it_red(
+    backend: str, sabotage: str
+) -> None:
+    cells = controls([Cell(backend, "no", 2, 2, TASK)])
     verdict = run(next(cell for cell in cells if cell.sabotage == sabotage))
     assert verdict.caught, verdict.failures
 

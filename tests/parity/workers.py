@@ -21,6 +21,7 @@ from accel.config.training import DataLoaderConfiguration
 from accel.precision.fp8 import TorchaoPrecision, import_torchao
 from accel.run.loss_normalization import global_weight, normalize_loss
 from accel.strategies.context_parallel import _AllToAll
+from accel.strategies.mesh.pipeline import Pipeline
 from tests.accel.strategies.megatron.cuda_is_cpu import cuda_is_cpu
 from tests.parity import fp8_layers
 from tests.parity.cells import BACKENDS, Cell
@@ -52,6 +53,8 @@ def train(cell: Cell) -> dict[str, Any]:
         "scale inverted": _inverted,
         "nothing converted": _unconverted,
         "keys of another rank backwards": _keys_of_another_rank,
+        "a stage left out of the norm": _norm_of_one_stage,
+        "tied weight not summed": _unsummed,
     }
     on_cpu = cuda_is_cpu if cell.task.llama and cell.device == "cpu" else contextlib.nullcontext
     with spoilt.get(cell.sabotage, contextlib.nullcontext)(), on_cpu():
@@ -71,11 +74,9 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     for number, window in enumerate(windows(task, cell, loader)):
         if cell.sabotage == "last window dropped" and number == task.num_steps - 1:
             break
-        if cell.task.llama:
-            run.losses.append(scheduled(accelerator, model, optimizer, window, cell))
-        else:
-            notes = (run, walk, number)
-            run.losses.append(step(accelerator, model, optimizer, window, cell, notes))
+        make = scheduled if cell.task.llama or dims.pp > 1 else step
+        notes = (run, walk, number)
+        run.losses.append(make(accelerator, model, optimizer, window, cell, notes))
     state = accelerator.get_state_dict(model)
     run.weights = {k: v.detach().float().cpu().clone() for k, v in (state or {}).items()}
     if cell.device == "cuda":
@@ -133,6 +134,20 @@ def _keys_of_another_rank() -> contextlib.AbstractContextManager[object]:
         return found.roll(found.shape[joined] // 2, joined), *others
 
     return patch.object(_AllToAll, "backward", staticmethod(backward))
+
+
+def _norm_of_one_stage() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the second stage counts nothing in norms."""
+
+    def counted_elsewhere(pipeline: Pipeline) -> set[int]:
+        return {id(p) for p in pipeline.model.parameters()} if pipeline.rank else set()
+
+    return patch.object(Pipeline, "counted_elsewhere", counted_elsewhere)
+
+
+def _unsummed() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which stages that share a weight have gradients of their own."""
+    return patch.object(Pipeline, "_sum_shared", lambda pipeline: None)
 
 
 def _every_linear(layer: torch.nn.Module, name: str) -> bool:
@@ -240,6 +255,7 @@ def scheduled(
     optimizer: torch.optim.Optimizer,
     window: list[Batch],
     cell: Cell,
+    notes: tuple[Run, Walk, int],
 ) -> float:
     """Make one optimizer step by the strategy's schedule; return this replica's share of its loss.
 
@@ -252,12 +268,18 @@ def scheduled(
     factors = {"grad_size": dims.grad_size, "num_steps": accelerator.gradient_accumulation_steps}
 
     def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return normalize_loss(summed_loss(model(batch[0]), batch[1]), weight, **factors)
+        own = cell.task.own_loss
+        total = model(*batch) if own else summed_loss(model(batch[0]), batch[1])
+        return normalize_loss(total, weight, **factors)
 
     losses = accelerator.forward_backward(model, window, loss_of)
     if recipe.max_norm is not None:
         accelerator.clip_grad_norm_(model.parameters(), recipe.max_norm)
+    if not cell.task.llama:
+        _note("before", notes)
     optimizer.step()
+    if not cell.task.llama:
+        _note("after", notes)
     optimizer.zero_grad()
     return float(torch.stack(losses).double().sum()) / math.prod(factors.values())
 

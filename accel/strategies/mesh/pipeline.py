@@ -289,9 +289,9 @@ class Pipeline:
                 return self._scaled(loss, accumulation)
 
         calls = [functools.partial(scaled_loss, number) for number in range(len(losses))]
+        if self.rank != self.last_rank:  # a scaler begins a window with its first loss
+            self._scaled(losses.sum(), accumulation)
         self._train(calls, micro_batches)
-        if self.rank != self.last_rank:  # a scaler begins with its first loss
-            self._scaled(losses[:1].sum(), accumulation)
         dist.broadcast(losses, group=self.group, group_src=self.last_rank)
         return list(losses)
 

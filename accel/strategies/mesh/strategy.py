@@ -234,7 +234,7 @@ class MeshStrategy(Strategy):
         reshard_before_steps(own, self._models)
         if self.plan.parallel_dims.grad_size > 1:
             refuse_unaveraged(own, self._evaluated)
-        check_first_step(own, self._mesh, self.comm, self._models)
+        check_first_step(own, self._mesh, self._models)
         step_by_mesh(own)
         if self._gathers_fp8:
             forget_after_steps(own, self._models)

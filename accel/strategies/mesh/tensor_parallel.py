@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,12 @@ from torch.distributed.tensor.parallel import (
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
 from accel.machine.errors import ConfigError, Problem, nearest
 from accel.machine.memory import local
-from accel.plan.dims import TP
+from accel.plan.dims import PP, TP
 from accel.precision.amp import parameters_of
 from accel.precision.wrapping import own_module, plain_name
 from accel.strategies.mesh.parameters import Named, parameters_by_name
 from accel.strategies.mesh.stages import is_dropped
 from accel.strategies.mesh.torch_internals import Models, parameter_table
-
-if TYPE_CHECKING:
-    from accel.comm.base import Communicator
 
 Plan = Mapping[str, str | ParallelStyle]
 # Equal computations differ by rounding, where the order of sums is not fixed; parts of a gradient
@@ -198,13 +194,12 @@ def sum_gradients(owner: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
 def check_first_step(
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    comm: Communicator,
     models: Models,
 ) -> None:
     """Let the first step of `optimizer` raise if gradients of replicated parameters differ.
 
-    All ranks raise together. Nothing is compared without a tensor-parallel axis. `models` give the
-    names of parameters, as they are at that step.
+    All ranks of a pipeline stage raise together. Nothing is compared without a tensor-parallel
+    axis. `models` give the names of parameters, as they are at that step.
     """
     if TP not in (mesh.mesh_dim_names or ()) or mesh[TP].size() == 1:
         return
@@ -213,7 +208,7 @@ def check_first_step(
     def compare(own: torch.optim.Optimizer, *_: object) -> None:
         if waiting:
             waiting.clear()
-            unequal = _unequal(list(_replicated_parameters(own)), mesh[TP], comm)
+            unequal = _unequal(list(_replicated_parameters(own)), mesh)
             if unequal:
                 raise ConfigError(_unequal_problem(unequal, models))
 
@@ -230,21 +225,24 @@ def _replicated_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.T
 
 
 @torch.no_grad()
-def _unequal(
-    parameters: list[torch.Tensor], mesh: DeviceMesh, comm: Communicator
-) -> list[torch.Tensor]:
+def _unequal(parameters: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Return those whose gradients differ from those of the first tensor-parallel rank.
 
-    A difference in one replica counts for all. Every rank calls this with as many parameters; a
-    missing gradient counts as zeros.
+    A difference in one replica counts for all. Every rank of a pipeline stage calls this with as
+    many parameters; a missing gradient counts as zeros.
     """
     if not parameters:
         return []
-    sizes = torch.stack([_sizes(parameter, mesh) for parameter in parameters]).nan_to_num(0.0, 0.0)
+    sizes = torch.stack([_sizes(parameter, mesh[TP]) for parameter in parameters]).nan_to_num(
+        0.0, 0.0
+    )
     largest, difference = sizes.unbind(1)
     differs = difference > RELATIVE_TOLERANCE * largest.clamp(min=NEAR_ZERO * largest.max())
-    found = comm.all_reduce(differs.int(), "max").tolist()
-    return [parameter for parameter, flag in zip(parameters, found, strict=True) if flag]
+    found = differs.int()
+    for axis in mesh.mesh_dim_names or ():
+        if axis != PP:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return [one for one, flag in zip(parameters, found.tolist(), strict=True) if flag]
 
 
 def _sizes(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
