@@ -79,8 +79,8 @@ class Speed:
             optimizer.register_step_pre_hook(lambda *_: self.begin(OPTIMIZER))
             optimizer.register_step_post_hook(lambda *_: self.begin(COMPUTE))
         # Ranks of different pipeline stages compute different parts: they are not compared.
-        alike = len(self.own) > 1 and self._accelerator.parallel_dims.pp == 1
-        if alike and self.flops_per_sample is None:
+        self._compared = len(self.own) > 1 and self._accelerator.parallel_dims.pp == 1
+        if self._compared and self.flops_per_sample is None:
             for model in map(self._accelerator.unwrap_model, step.models.values()):
                 model.register_forward_pre_hook(lambda *_: self._forward(FORWARD))
                 model.register_forward_hook(lambda *_: self._forward(COMPUTE))
@@ -151,7 +151,7 @@ class Speed:
         seconds = total - sum(phases[phase] for phase in PAUSES)
         found = self.rates(samples, tokens, seconds)
         found |= {f"time/{phase}": spent / total for phase, spent in phases.items()}
-        if len(self.own) > 1:
+        if self._compared:
             mine = torch.tensor([self._own], device=self._accelerator.device)
             owns, self._own = self._accelerator.comm.all_gather(mine).tolist(), 0.0
             self.own = [before + one for before, one in zip(self.own, owns, strict=True)]

@@ -224,11 +224,12 @@ class Pipeline:
             self.gate.current = before
         absent = any(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(result))
         if stage + 1 < self.num_stages or absent or not current.begun:
-            raise ConfigError.of(
-                f"a forward pass that ends before pipeline stage {stage + 1 - absent} is computed",
-                "each calls the model once, whose modules compute the result in order",
-                "Return a loss of the model's output, or split elsewhere: pp_split=[…].",
+            value = (
+                f"a forward pass that ends before pipeline stage {stage + 1 - absent} is computed"
             )
+            rule = "each calls the model once, whose modules compute the result in order"
+            remedy = "Return a loss of the model's output, or split elsewhere: pp_split=[…]."
+            raise ConfigError.of(value, rule, remedy)
         return result
 
     def _negotiate(self, call: Call, inputs: Any) -> None:
@@ -364,11 +365,11 @@ class Pipeline:
                 given, num_micro_batches, lambda loss, number: loss, scale_grads=False
             )
         except ValueError as error:
-            raise ConfigError.of(
-                f"pp_schedule={name!r} with {num_micro_batches} micro-batches, {self.size} ranks",
-                " ".join(str(error).split()),
-                "Divide the batch of a step into more micro-batches, or give pp_schedule='1F1B'.",
-            ) from error
+            value = (
+                f"pp_schedule={name!r} with {num_micro_batches} micro-batches, {self.size} ranks"
+            )
+            remedy = "Divide a step into more micro-batches, or give pp_schedule='1F1B'."
+            raise ConfigError.of(value, " ".join(str(error).split()), remedy) from error
         self._prepared = key, schedule
         return schedule
 
@@ -436,8 +437,8 @@ class Pipeline:
 
     def full_model(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of the full model; tied weights are one tensor."""
-        found = self._merged({self._first.get(name, name): value for name, value in own.items()})
-        found = {name: _on_host(value) for name, value in found.items()}
+        first = {self._first.get(name, name): value for name, value in own.items()}
+        found = _on_host(self._merged(first))
         return {name: found[self._first.get(name, name)] for name in self.names}
 
     def part_of_model(self, state: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
@@ -482,10 +483,10 @@ class Pipeline:
         Of an entry that several ranks give, the first rank's is taken.
         """
         leaves, spec = pytree.tree_flatten(dict(own))
-        forms = [
-            Wanted(index, leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-            for index, leaf in enumerate(leaves)
-        ]
+        forms = list(leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                forms[index] = Wanted(index, leaf.shape, leaf.dtype)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, pytree.tree_unflatten(forms, spec), group=self.group)
         result: dict[str, Any] = {}

@@ -98,11 +98,10 @@ def _balanced(model: nn.Module, num_stages: int) -> list[str]:
         if len({type(child) for child in children}) == 1 and len(children) > len(blocks):
             blocks = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
     if len(blocks) < num_stages:
-        raise ConfigError.of(
-            f"{type(model).__name__} in {num_stages} pipeline stages",
-            f"each has at least one of its repeated blocks, and it has {len(blocks)}",
-            "Name the modules that stages begin with: pp_split=[…], or lower pp_size.",
-        )
+        value = f"{type(model).__name__} in {num_stages} pipeline stages"
+        rule = f"each has at least one of its repeated blocks, and it has {len(blocks)}"
+        remedy = "Name the modules that stages begin with: pp_split=[…], or lower pp_size."
+        raise ConfigError.of(value, rule, remedy)
     kind = type(model.get_submodule(blocks[0])).__name__
     return balanced_split_points(model, blocks, num_stages, {kind})
 
@@ -175,19 +174,15 @@ class StagePass:
             return piece.run(run, leaves, spec)
         if piece.stage == self.stage + 1 and self.begun:
             raise StageEnd([self._sent(piece, leaves[one.index], one) for one in self.sends])
-        raise ConfigError.of(
-            f"{piece.name} of pipeline stage {piece.stage} is called in stage {self.stage}",
-            "a loss calls the model once, and the model its modules in the order of the stages",
-            "Give pp_split a function that lists the modules of each stage as they are called.",
-        )
+        value = f"{piece.name} of pipeline stage {piece.stage} is called in stage {self.stage}"
+        rule = "a loss calls the model once, and the model its modules in the order of the stages"
+        remedy = "Give pp_split a function that lists the modules of each stage as they are called."
+        raise ConfigError.of(value, rule, remedy)
 
     def _begin(self, leaves: list[Any]) -> None:
         self.begun = True
-        wanted = [
-            Wanted(index, leaf.shape, leaf.dtype)
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, Absent)
-        ]
+        absent = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, Absent)]
+        wanted = [Wanted(n, leaf.shape, leaf.dtype) for n, leaf in absent]
         for one, tensor in zip(wanted, self.receive(wanted), strict=True):
             leaves[one.index].received = tensor
 
@@ -271,10 +266,10 @@ class Piece:
         if not isinstance(leaf, Absent):
             return leaf
         if leaf.received is None:
+            value = f"{self.name} in pipeline stage {self.stage} takes a tensor of an earlier stage"
+            remedy = "Hand the tensor on through each block, or split elsewhere: pp_split=[…]."
             raise ConfigError.of(
-                f"{self.name} in pipeline stage {self.stage} takes a tensor of an earlier stage",
-                "a stage receives the arguments of its first module",
-                "Hand the tensor on through each block, or split elsewhere: pp_split=[…].",
+                value, "a stage receives the arguments of its first module", remedy
             )
         return leaf.received
 

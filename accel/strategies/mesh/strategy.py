@@ -196,11 +196,9 @@ class MeshStrategy(Strategy):
     def _wrap_stages(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return `model` with this rank's stages alone, in a wrapper."""
         if any(pipelines(self._models)):
-            raise ConfigError.of(
-                f"prepare: a second model with pp_size={self.plan.parallel_dims.pp}",
-                "the stages are those of one model",
-                "Prepare one that is only evaluated with evaluation_mode=True.",
-            )
+            value = f"prepare: a second model with pp_size={self.plan.parallel_dims.pp}"
+            remedy = "Prepare one that is only evaluated with evaluation_mode=True."
+            raise ConfigError.of(value, "the stages are those of one model", remedy)
         group = self._mesh[PP].get_group()
         gate = Gate(self.device, self._settings.formats.units.param_dtype)
         pipeline = Pipeline(model, self.plan.plugin(PIPELINE), group, gate)
