@@ -23,12 +23,12 @@ from accel.config.megatron import MegatronLMPlugin
 from accel.machine.memory import Footprint, num_bytes
 from accel.strategies.base import StateIO
 from accel.strategies.megatron.wrappers import (
-    MegatronGradients,
     MegatronLMOptimizerWrapper,
     MegatronModel,
 )
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
+LOSS_SCALE = "megatron_loss_scale"  # key in the `extra` of an optimizer's state
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
 
 
@@ -165,8 +165,8 @@ def scatter(model: MegatronModel, shards: Shards, plain: Mapping[str, torch.Tens
 class MegatronState(StateIO):
     """Full state dicts, gathered from the shards of all ranks and written to them."""
 
-    def __init__(self, plugin: MegatronLMPlugin, gradients: MegatronGradients) -> None:
-        self._plugin, self._gradients = plugin, gradients
+    def __init__(self, plugin: MegatronLMPlugin) -> None:
+        self._plugin = plugin
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -180,13 +180,10 @@ class MegatronState(StateIO):
         held = [parameter for model in models for parameter in model.parameters()]
         return Footprint(num_bytes(held), num_bytes(p for p in held if p.requires_grad), None)
 
-    def _optimizer(self, model: MegatronModel) -> MegatronLMOptimizerWrapper | None:
-        return next((one for one in self._gradients.optimizers if one.model is model), None)
-
     def model_state(self, model: torch.nn.Module) -> Tensors:
         """Return the full tensors of a model by parameter name, in fp32."""
         assert isinstance(model, MegatronModel)
-        optimizer = self._optimizer(model)
+        optimizer = model.optimizer
 
         def read(shard: Shard) -> torch.Tensor:
             stepped = Stepped(optimizer, shard.tensor)
@@ -201,7 +198,7 @@ class MegatronState(StateIO):
         assert isinstance(model, MegatronModel)
         if strict and (wrong := set(model.plain.state_dict()) ^ set(state)):
             raise RuntimeError(f"missing or unexpected: {', '.join(sorted(wrong))}")
-        optimizer, shards = self._optimizer(model), shards_of(model.core)
+        optimizer, shards = model.optimizer, shards_of(model.core)
         with torch.no_grad():
             for name, local in scatter(model, shards, state).items():
                 stepped = Stepped(optimizer, shards[name].tensor)
@@ -217,7 +214,7 @@ class MegatronState(StateIO):
         saved = state_by_name(prepared.optimizer, names)
         model, base = prepared.model, prepared.engine.optimizer
         keys = {name: names.key(p, 0) for name, p in model.plain.named_parameters()}
-        for moment in MOMENTS if prepared.num_steps else ():
+        for moment in MOMENTS if model.num_steps else ():
 
             def read(shard: Shard, moment: str = moment) -> torch.Tensor:
                 stepped = Stepped(prepared, shard.tensor)
@@ -226,7 +223,10 @@ class MegatronState(StateIO):
 
             for name, full in gather(model, _trained(model), read).items():
                 entry = saved["state"].setdefault(keys[name], {})
-                entry |= {"step": torch.tensor(float(prepared.num_steps)), moment: full}
+                entry |= {"step": torch.tensor(float(model.num_steps)), moment: full}
+        (engine,) = prepared.engine.chained_optimizers
+        if (scaler := getattr(engine, "grad_scaler", None)) is not None:
+            saved["extra"] = {LOSS_SCALE: scaler.state_dict()}
         return saved
 
     def load_optimizer_state(
@@ -240,8 +240,11 @@ class MegatronState(StateIO):
         steps = {int(value["step"]) for value in values.values()}
         if len(steps) > 1:
             raise misfit(f"steps {sorted(steps)}", "Megatron counts one for all parameters")
+        (engine,) = prepared.engine.chained_optimizers
+        if (scale := state["extra"].get(LOSS_SCALE)) and getattr(engine, "grad_scaler", None):
+            engine.grad_scaler.load_state_dict(scale)
         base.state.clear()
-        prepared.num_steps, prepared.num_forwards = max(steps, default=0), 0
+        model.num_steps, model.num_forwards = max(steps, default=0), 0
         keys = {name: names.key(p, 0) for name, p in model.plain.named_parameters()}
         for moment in MOMENTS:
             plain = {n: values[key][moment] for n, key in keys.items() if key in values}
@@ -252,10 +255,10 @@ class MegatronState(StateIO):
                     base.state[stepped.tensor][moment] = part.clone()
         for entry in base.state.values():  # torch's Adam counts by parameter, others by group
             if type(base).__module__.startswith("torch.optim"):
-                entry["step"] = torch.tensor(float(prepared.num_steps))
+                entry["step"] = torch.tensor(float(model.num_steps))
         for group in base.param_groups:
             if "step" in group:
-                group["step"] = prepared.num_steps
+                group["step"] = model.num_steps
 
 
 def _trained(model: MegatronModel) -> Shards:

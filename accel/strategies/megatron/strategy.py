@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -53,6 +54,12 @@ class MegatronStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         _check_device(device)
         self.plugin: MegatronLMPlugin = plan.plugin(NAME)
+        factors = plan.scaler.growth_factor, plan.scaler.backoff_factor
+        if factors != (2.0, 0.5):
+            rule = "Megatron's loss scale doubles and halves"
+            raise ConfigError.of(
+                f"GradScalerKwargs with factors {factors}", rule, "Leave them out."
+            )
         self._dtype = DTYPES[plan.mixed_precision]
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -62,11 +69,9 @@ class MegatronStrategy(Strategy):
         self._seed = 0
         with self._draws_of(0, 0):
             pass  # modules of megatron-core draw initial weights
-        self.gradients: MegatronGradients = MegatronGradients()
-        self.state: MegatronState = MegatronState(self.plugin, self.gradients)
-        # Plain names of each parameter of a model as it was given, by identity.
-        self._given: dict[MegatronModel, dict[int, tuple[str, ...]]] = {}
-        self._initial: dict[MegatronModel, dict[str, torch.Tensor]] = {}
+        self._models: weakref.WeakSet[MegatronModel] = weakref.WeakSet()
+        self.gradients = MegatronGradients(self._models)
+        self.state: MegatronState = MegatronState(self.plugin)
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -97,6 +102,9 @@ class MegatronStrategy(Strategy):
         core: Any = build_gpt(model, self.plugin, self._dtype) if is_rebuilt else model
         core.to(self.device)
         wrapped = self._rebuilt(model, core) if is_rebuilt else self._own(core, given)
+        self._models.add(wrapped)
+        if evaluation or self._dtype == torch.float32:
+            wrapped.initial = {}  # else once more, into the optimizer's copies in fp32
         if self._dtype != torch.float32:
             wrapped.chunk = Float16Module(core.config, wrapped.chunk)
         if not evaluation:
@@ -119,15 +127,16 @@ class MegatronStrategy(Strategy):
         wrapped = MegatronModel(core, model, weights, is_rebuilt=True)
         given = dict(model.named_parameters())
         for name, shard in shards_of(core).items():
-            trains = [given[one].requires_grad for one in weights[name].names]
-            shard.tensor.requires_grad_(all(trains))
-        self._initial[wrapped] = dict(model.state_dict())
-        self.state.load_model_state(wrapped, self._initial[wrapped])
+            trains = {given[one].requires_grad for one in weights[name].names}
+            if len(trains) > 1:
+                value, rule = ", ".join(weights[name].names), "they are one weight of megatron-core"
+                raise ConfigError.of(f"prepare: {value}", rule, "Freeze all of them, or none.")
+            shard.tensor.requires_grad_(trains.pop())
+        wrapped.initial = dict(model.state_dict())
+        self.state.load_model_state(wrapped, wrapped.initial)
         model.to("meta")
         model.tie_weights()
-        self._given[wrapped] = {id(p): (name,) for name, p in given.items()}
-        if self._dtype == torch.float32:  # else again, into the optimizer's copies in fp32
-            del self._initial[wrapped]
+        wrapped.given.update((p, (name,)) for name, p in given.items())
         return wrapped
 
     def _own(self, core: Any, given: Sequence[torch.Tensor]) -> MegatronModel:
@@ -152,7 +161,7 @@ class MegatronStrategy(Strategy):
             owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=trains))
         weights = {name: Weight((name,)) for name, _ in plain.named_parameters()}
         wrapped = MegatronModel(core, plain, weights, is_rebuilt=False)
-        self._given[wrapped] = {id(parameter): tuple(weights) for parameter in given}
+        wrapped.given.update((parameter, tuple(weights)) for parameter in given)
         return wrapped
 
     def wrap_optimizer(
@@ -163,9 +172,10 @@ class MegatronStrategy(Strategy):
         `optimizer` then has those of the plain model, which schedulers and states name.
         """
         own = unwrap_optimizer(optimizer)
-        for model, given in self._given.items():
+        for model in self._models:
             shards, plain = shards_of(model.core), dict(model.plain.named_parameters())
-            names = given | {id(s.tensor): model.weights[n].names for n, s in shards.items()}
+            names = {id(parameter): known for parameter, known in model.given.items()}
+            names |= {id(s.tensor): model.weights[n].names for n, s in shards.items()}
             names |= {id(parameter): (name,) for name, parameter in plain.items()}
             index_of: dict[str, int] = {}
             for index, group in enumerate(own.param_groups):
@@ -194,10 +204,10 @@ class MegatronStrategy(Strategy):
             rule = "Megatron's optimizer begins without a state"
             remedy = "Prepare a new one, and load a checkpoint with accelerator.load_state(…)."
             raise ConfigError.of("prepare: an optimizer that has made steps", rule, remedy)
-        wrapped = MegatronLMOptimizerWrapper(own, model, groups, self.plugin)
-        self.gradients.optimizers.append(wrapped)
-        if model in self._initial:
-            self.state.load_model_state(model, self._initial.pop(model))
+        wrapped = MegatronLMOptimizerWrapper(own, model, groups, self.plugin, self.plan.scaler)
+        if model.initial:
+            self.state.load_model_state(model, model.initial)
+            model.initial = {}
         return wrapped
 
     # -- the step --------------------------------------------------------------------------
@@ -218,15 +228,15 @@ class MegatronStrategy(Strategy):
 
     @contextlib.contextmanager
     def _draws(self, model: MegatronModel) -> Iterator[None]:
-        optimizer = next(one for one in self.gradients.optimizers if one.model is model)
-        optimizer.num_forwards += 1
-        with self._draws_of(optimizer.num_steps, optimizer.num_forwards):
+        model.num_forwards += 1
+        with self._draws_of(model.num_steps, model.num_forwards):
             yield
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Compute gradients into Megatron's buffers, scaled under fp16."""
+        trained = (model.optimizer for model in self._models if model.optimizer is not None)
         if self._dtype == torch.float16:
-            loss = self.gradients.optimizers[0].engine.scale_loss(loss)
+            loss = next(trained).engine.scale_loss(loss)
         loss.backward(**kwargs)
 
     def forward_backward(
@@ -300,8 +310,6 @@ class MegatronStrategy(Strategy):
     def close(self) -> None:
         """Destroy Megatron's process groups."""
         super().close()
-        for known in (self._given, self._initial, self.gradients.optimizers):
-            known.clear()
         parallel_state.destroy_model_parallel()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, final
@@ -15,7 +16,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from accel.config.handlers import GradScalerKwargs
 from accel.config.megatron import MegatronLMPlugin
 from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
@@ -49,6 +52,11 @@ class MegatronModel(torch.nn.Module):
     Attributes:
         run: runs a forward pass through a pipeline; None: there is one stage, or a schedule runs.
         draws: the context of a forward pass with dropout.
+        optimizer: steps it; None: it is not trained.
+        num_steps: steps made, those before a checkpoint included.
+        num_forwards: forward passes with dropout since.
+        given: plain names of each parameter of the model that `prepare` was given, while it lives.
+        initial: its weights, as long as the optimizer's copies of them in fp32 are not built.
     """
 
     plain: torch.nn.Module
@@ -61,6 +69,10 @@ class MegatronModel(torch.nn.Module):
         self.__dict__["plain"] = plain  # no child: its parameters are not this rank's
         self.run: Callable[..., Any] | None = None
         self.draws: Callable[[], AbstractContextManager[None]] | None = None
+        self.optimizer: MegatronLMOptimizerWrapper | None = None
+        self.num_steps = self.num_forwards = 0
+        self.given = WeakTensorKeyDictionary()
+        self.initial: dict[str, torch.Tensor] = {}
 
     def get_submodule(self, target: str) -> torch.nn.Module:
         """Return a submodule; ``module`` is the plain model.
@@ -158,11 +170,11 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         model: whose gradients are reduced and stepped.
         groups: index of the group of each parameter of `model` that trains, by identity.
         plugin: of the run.
+        scale: of losses under fp16.
 
     Attributes:
         engine: Megatron's optimizer.
-        num_steps: steps made, those before a checkpoint included.
-        num_forwards: forward passes since.
+        model: as above.
 
     Raises:
         ConfigError: if Megatron's optimizer does not compute what `given` does.
@@ -174,10 +186,11 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         model: MegatronModel,
         groups: dict[int, int],
         plugin: MegatronLMPlugin,
+        scale: GradScalerKwargs,
     ) -> None:
         super().__init__(given, device_placement=False)
         first, kind, config = given.param_groups[0], type(given), model.core.config
-        others = any(one["amsgrad"] or one["maximize"] for one in given.param_groups)
+        others = any(one.get("amsgrad") or one["maximize"] for one in given.param_groups)
         if kind not in (torch.optim.AdamW, torch.optim.Adam) or others:
             rule = "Megatron's optimizer computes AdamW or Adam of torch, no amsgrad, no maximize"
             raise ConfigError.of(f"prepare: {kind.__name__} under Megatron", rule, "Use AdamW.")
@@ -189,6 +202,9 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
             fp16=config.fp16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=plugin.use_distributed_optimizer,
+            initial_loss_scale=scale.init_scale,
+            loss_scale_window=scale.growth_interval,
+            hysteresis=1,
         )
         overrides: dict[Any, Any] = {}
         for index in range(len(given.param_groups)):
@@ -200,7 +216,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         )
         if config.fp16:
             config.grad_scale_func = self.engine.scale_loss
-        self.model, self.num_steps, self.num_forwards = model, 0, 0
+        self.model, model.optimizer = model, self
         self._clipping, self._is_clipped = plugin.gradient_clipping, False
         self._overflowed: bool | None = None  # None: gradients are not reduced yet
 
@@ -212,7 +228,9 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         return self._overflowed
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of the next step, and return their norm before."""
+        """Clip the gradients of the next step, and return their norm before; 0: it is not known."""
+        if not self.gradient_state.sync_gradients:  # neither complete nor averaged
+            return 0.0
         if self.reduce_gradients():
             return math.inf
         if max_norm == math.inf:  # only the norm is requested
@@ -236,7 +254,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
                 group = self.optimizer.param_groups[live["given_group"]]
                 live.update({name: group[name] for name in SETTINGS})
             self.engine.step_with_ready_grads()
-            self.num_steps, self.num_forwards = self.num_steps + 1, 0
+            self.model.num_steps, self.model.num_forwards = self.model.num_steps + 1, 0
         self._overflowed, self._is_clipped = None, False
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -284,14 +302,11 @@ def _in_engine(call: str, instead: str) -> ConfigError:
 
 @final
 class MegatronGradients(Gradients):
-    """Clipping by Megatron's norm, over all ranks that hold parts of the model.
+    """Clipping by Megatron's norm, over all ranks that hold parts of one of `models`."""
 
-    `optimizers`: those of models that train.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, models: weakref.WeakSet[MegatronModel]) -> None:
         super().__init__()
-        self.optimizers: list[MegatronLMOptimizerWrapper] = []
+        self._models = models
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -301,12 +316,10 @@ class MegatronGradients(Gradients):
         Raise `ConfigError` for another norm or a subset of the parameters.
         """
         given = {id(parameter) for parameter in parameters}
-        for optimizer in self.optimizers:
-            trained = {id(p) for p in optimizer.model.parameters() if p.requires_grad}
-            if trained <= given and norm_type == 2:
-                if not optimizer.gradient_state.sync_gradients:  # the window is not complete
-                    return torch.zeros(())
-                return torch.tensor(optimizer.clip(float(max_norm)))
+        for model in self._models:
+            trained = {id(p) for p in model.parameters() if p.requires_grad}
+            if model.optimizer is not None and trained <= given and norm_type == 2:
+                return torch.tensor(model.optimizer.clip(float(max_norm)))
         raise ConfigError.of(
             f"clip_grad_norm_(…, {max_norm}, norm_type={norm_type})",
             "Megatron clips all parameters of a model together, by the norm of order 2",

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
+from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError
 from tests.accel.strategies.megatron.training import (
     CLOSE,
@@ -107,8 +108,8 @@ def by_hand(fields: dict[str, Any]) -> Trained:
                     loss = loss_of(model, batch_of(tokens.chunk(dims.dp_size)[dims.dp_rank]))
                     accelerator.backward(loss)
                     losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                    norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                     if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                         norms.append(float(norm))
                     optimizer.step()
                     optimizer.zero_grad()
@@ -186,8 +187,10 @@ def test_evaluation_gives_loss_and_logits_on_every_rank(fields: dict[str, Any]) 
         assert torch.allclose(logits, expected.logits, atol=1e-5)
 
 
-def in_half_precision(fields: dict[str, Any]) -> tuple[list[float], set[torch.dtype]]:
-    with started(fields, mixed_precision="bf16") as accelerator:
+def in_half_precision(
+    fields: dict[str, Any], precision: str
+) -> tuple[list[float], set[torch.dtype]]:
+    with started(fields, mixed_precision=precision) as accelerator:
         model = build_model()
         model, optimizer = accelerator.prepare(model, build_optimizer(model))
         before = accelerator.get_state_dict(model)
@@ -197,11 +200,57 @@ def in_half_precision(fields: dict[str, Any]) -> tuple[list[float], set[torch.dt
         return losses, {parameter.dtype for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("fields", [TP, SHARDED])
-def test_bf16_trains_copies_in_fp32(fields: dict[str, Any]) -> None:
-    for losses, dtypes in run_distributed(in_half_precision, 2, fields):
-        assert losses == pytest.approx(plain()[0], rel=5e-3)
-        assert dtypes == {torch.bfloat16}
+@pytest.mark.parametrize(
+    ("fields", "precision"), [(TP, "bf16"), (SHARDED, "bf16"), (TP, "fp16"), (PP, "fp16")]
+)
+def test_half_precision_trains_copies_in_fp32(fields: dict[str, Any], precision: str) -> None:
+    for losses, dtypes in run_distributed(in_half_precision, 2, fields, precision):
+        assert losses == pytest.approx(plain()[0], rel=5e-3 if precision == "bf16" else 1e-3)
+        assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float16}
+
+
+def check_overflow() -> None:
+    scale = GradScalerKwargs(init_scale=2.0**40)
+    with started({}, mixed_precision="fp16", kwargs_handlers=[scale]) as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        before = accelerator.get_state_dict(model)
+        accelerator.backward(loss_of(model, batch_of(data()[0, 0])))
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == float("inf")
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_step_whose_gradients_overflow_is_skipped() -> None:
+    run_distributed(check_overflow, 1)
+
+
+def exported(folder: str) -> None:
+    with started(TP) as accelerator:
+        model = build_model("tied")
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        train(accelerator, model, optimizer, data()[:1])
+        state = accelerator.get_state_dict(model)
+        accelerator.unwrap_model(model).save_pretrained(
+            folder,
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=state,
+        )
+        accelerator.wait_for_everyone()
+
+
+def test_weights_leave_as_a_model_of_transformers(tmp_path: Any) -> None:
+    from transformers import LlamaForCausalLM
+
+    run_distributed(exported, 2, str(tmp_path))
+    given = build_model("tied")
+    found = LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = data()[0, 0]
+    before, after = (float(loss_of(one, batch_of(tokens)).detach()) for one in (given, found))
+    assert after < before
 
 
 def check_fields() -> None:
@@ -336,3 +385,33 @@ def test_a_module_of_megatron_trains_as_it_is(tmp_path: Any, is_provided: bool) 
     ended, found = run_distributed(train_core, 1, {}, is_provided, slice(2, 3), second, None)[0]
     assert found.keys() == weights.keys()
     assert [*begun, *middle, *ended] == pytest.approx(expected, rel=CLOSE)
+
+
+def check_frozen() -> None:
+    with started({}) as accelerator:
+        model = build_model()
+        model.model.embed_tokens.weight.requires_grad_(False)
+        model.model.layers[0].self_attn.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.1))
+        train(accelerator, model, optimizer, data()[:1])
+        same = {
+            n for n, v in accelerator.get_state_dict(model).items() if torch.equal(v, before[n])
+        }
+        assert same == {n for n in before if "embed" in n or "layers.0.self_attn" in n}
+        half = build_model()
+        half.model.layers[0].self_attn.q_proj.requires_grad_(False)
+        with pytest.raises(ConfigError, match="Freeze all of them, or none"):
+            accelerator.prepare(half)
+        half, whole = build_model(), build_model()
+        with pytest.raises(ConfigError, match="is in one group of the optimizer"):
+            accelerator.prepare(half, torch.optim.AdamW(list(half.parameters())[:3]))
+        with pytest.raises(ConfigError, match="SGD under Megatron"):
+            accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match="Linear under Megatron"):
+            accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_frozen_weights_stay_and_what_cannot_be_trained_is_refused() -> None:
+    run_distributed(check_frozen, 1)
