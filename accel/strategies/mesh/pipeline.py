@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.parallelism import STAGES_PER_RANK, V_SHAPED, ParallelismConfig
@@ -399,6 +400,9 @@ class Pipeline:
         for name, parameter in self._shared().items():
             if not parameter.requires_grad:
                 continue
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor):  # laid out alike
+                parameter.grad = grad.redistribute(placements=parameter.placements)
             own = local(parameter).new_zeros(local(parameter).numel() + 1)
             if parameter.grad is not None:
                 own[:-1] = local(parameter.grad).reshape(-1)
