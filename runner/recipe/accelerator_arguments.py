@@ -22,8 +22,14 @@ from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import PLUGINS, Recipe
 
 
-def arguments(recipe: Recipe, batch_plan: BatchPlan | None) -> dict[str, Any]:
-    """Return the arguments of `Accelerator` for a run; `batch_plan` is None where not known."""
+def arguments(recipe: Recipe, batch_plan: BatchPlan | None, here: Environment) -> dict[str, Any]:
+    """Return the arguments of `Accelerator` for a run.
+
+    Args:
+        recipe: of the run.
+        batch_plan: None where it is not known.
+        here: what a process of the run finds in its environment.
+    """
     chosen = list(recipe.plugins.values())
     accumulation = recipe.trainer.accumulation
     if batch_plan is not None:
@@ -35,9 +41,7 @@ def arguments(recipe: Recipe, batch_plan: BatchPlan | None) -> dict[str, Any]:
         "device": processes.device(recipe.distributed),
         "dataloader_config": recipe.dataloader,
         "strategy_plugins": chosen,
-        "parallelism_config": processes.parallelism(
-            recipe, processes.environment(recipe.distributed)
-        ),
+        "parallelism_config": processes.parallelism(recipe, here),
         "rng_types": recipe.trainer.rng_types,
         "gradient_accumulation_plugin": accumulation,
         # The loop steps schedulers itself, once per optimizer step.
@@ -119,7 +123,7 @@ def _check_plan(recipe: Recipe) -> None:
     except ConfigError:  # reported beside this one
         batch_plan = None
     with of_the_recipe():
-        spec = resolve(Arguments.of(arguments(recipe, batch_plan)), here).spec
+        spec = resolve(Arguments.of(arguments(recipe, batch_plan, here)), here).spec
         if not spec.place.startswith("accel."):  # ours takes a second, and the workers load it
             strategy_class(spec)
 

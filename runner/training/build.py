@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.machine.imports import load_attribute
 from runner.recipe import accelerator_arguments, facts, serialization
@@ -172,7 +173,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
     elif directory.is_run(run_dir):
         project.project_dir = str(directory.checkpoint_folder(run_dir).parent)
     accelerator = Accelerator(
-        **accelerator_arguments.arguments(recipe, batch_plan),
+        **accelerator_arguments.arguments(recipe, batch_plan, Environment.read()),
         log_with=list(recipe.tracker.log_with) or None,
         project_config=project,
     )

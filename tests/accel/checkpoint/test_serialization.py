@@ -6,6 +6,7 @@ import enum
 import logging
 import pickle
 from collections import Counter, OrderedDict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_plain_values_come_back_as_they_are(tmp_path: Path) -> None:
         ({"a": [1, {"kind": Color.RED}]}, r"scheduler 0\['a'\]\[1\]\['kind'\].*Color"),
         ({"h": np.array([object()])}, r"scheduler 0\['h'\] is a numpy\.ndarray"),
         ({"h": np.ma.masked_equal([1, 2], 1)}, r"scheduler 0\['h'\] is a numpy\.ma"),
-        ({Path("x"): 1}, "the key .*Path"),
+        ({Fraction(1, 2): 1}, "the key .*Fraction"),  # megatron-core lets torch load paths
         ([Evil()], r"scheduler 0\[0\].*Evil"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 
 from accel.config import fp8, handlers, training
 from accel.machine.enums import DDPCommunicationHookType, DynamoBackend
+from accel.machine.env import Environment
 from runner.recipe import accelerator_arguments, composition, keys, paths, serialization
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import Recipe
@@ -151,7 +152,8 @@ def test_a_node_is_a_trusted_subclass_of_the_documented_class(
     )
     assert serialization.from_plain(recorded).precision.scaler == found.precision.scaler
     assert (
-        accelerator_arguments.arguments(found, None)["kwargs_handlers"][3] is found.precision.scaler
+        accelerator_arguments.arguments(found, None, Environment())["kwargs_handlers"][3]
+        is found.precision.scaler
     )
 
     te = ["precision=fp8_te", "precision.fp8_te._target_=accel.FP8RecipeKwargs"]
