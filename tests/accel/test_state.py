@@ -35,6 +35,7 @@ def test_instances_share_one_state() -> None:
 def test_accelerator_state_is_built_on_the_partial_one() -> None:
     state = AcceleratorState(mixed_precision="bf16", cpu=True)
     assert state.comm is PartialState().comm
+    assert state.initialized is False  # by no `Accelerator`
     assert state.mixed_precision == "bf16"
     assert state.dynamo_plugin.backend == "no"
     assert "Mixed precision: bf16" in repr(state)

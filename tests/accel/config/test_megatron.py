@@ -61,7 +61,9 @@ def test_values_of_the_plugin_are_checked(fields: dict[str, object], problem: st
 
 @pytest.mark.parametrize("name", [name for names in REFUSED.values() for name in names.split()])
 def test_what_is_not_built_is_refused_by_name(name: str) -> None:
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(MegatronLMPlugin)}
+    fields = {field.name: field for field in dataclasses.fields(MegatronLMPlugin)}
+    kinds = {name: str(field.type) for name, field in fields.items()}
+    assert getattr(MegatronLMPlugin(), name) == fields[name].default
     with pytest.raises(NotBuiltError, match=rf"MegatronLMPlugin\.{name}="):
         MegatronLMPlugin(**{name: True if "bool" in kinds[name] else 7})  # type: ignore[arg-type]
 
@@ -97,6 +99,8 @@ def test_the_global_batch_counts_data_parallel_ranks_and_micro_batches() -> None
     plugin = MegatronLMPlugin(
         num_micro_batches=2, seq_length=8, is_train_batch_min=False, attention_softmax_in_fp32=True
     )
+    assert (plugin.seq_length, plugin.attention_softmax_in_fp32) == (8, True)
+    assert plugin.is_train_batch_min is False
     plugin.set_training_args(micro_batch_size=4, dp_degree=3)
     assert (plugin.micro_batch_size, plugin.global_batch_size) == (4, 24)
 
