@@ -186,3 +186,8 @@ class TorchDynamoPlugin(KwargsHandler):
             remedy = "Leave mode out, or give backend='inductor'."
             return [Problem(value, "only inductor has modes", remedy)]
         return []
+
+
+def is_compiling(plugin: TorchDynamoPlugin) -> bool:
+    """Return whether `plugin` asks for anything to be compiled."""
+    return bool(plugin.backend != DynamoBackend.NO)

@@ -173,8 +173,7 @@ def choose(
         try:
             if plugin.name not in given and not _switched_on(plugin, environment):
                 continue
-            if plugin.kind is not None:
-                requested.append(plugin.name)
+            requested.append(plugin.name)
             on[plugin.name] = plugin.resolved(given.get(plugin.name), environment)
         except ConfigError as error:
             found.take(error)

@@ -145,13 +145,9 @@ class ParallelDims:
         return self.tp
 
 
-def data_parallel(world_size: int, rank: int, shard: bool = False) -> ParallelDims:
-    """Return the dimensions of a run in which every process reads other samples.
-
-    `shard`: processes shard state instead of replicating the model.
-    """
-    replicate, sharded = (1, world_size) if shard else (world_size, 1)
-    return ParallelDims(dp_replicate=replicate, dp_shard=sharded, rank=rank)
+def data_parallel(world_size: int, rank: int) -> ParallelDims:
+    """Return the dimensions of a run in which every process holds the model."""
+    return ParallelDims(dp_replicate=world_size, rank=rank)
 
 
 def data_rank_of(mesh: Any) -> tuple[int, int]:

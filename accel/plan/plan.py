@@ -25,6 +25,7 @@ from accel.config.training import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    is_compiling,
 )
 from accel.machine.device import process_group_backend, resolve_device
 from accel.machine.enums import DistributedType, PrecisionType, RNGType
@@ -140,7 +141,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
     _check_strategy(choice, request, found)
     if sizes is not None and dims.cp > 1:
-        found += sequence_problems(sizes, device.type, dynamo.backend != "no")
+        found += sequence_problems(sizes, device.type, is_compiling(dynamo))
     rng_types = usable_rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)

@@ -14,9 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from accel.config.training import TorchDynamoPlugin
+from accel.config.training import TorchDynamoPlugin, is_compiling
 from accel.logging import get_logger
-from accel.machine.enums import DynamoBackend
 from accel.machine.errors import ConfigError, unknown_choice
 from accel.precision.wrapping import is_compiled_module
 
@@ -44,7 +43,7 @@ def compile_model(
     Raises:
         ConfigError: if torch does not have the backend here, or the options contradict each other.
     """
-    if not is_on(plugin) or is_compiled_module(model):
+    if not is_compiling(plugin) or is_compiled_module(model):
         return model
     arguments = compile_arguments(plugin)
     regional = plugin.use_regional_compilation
@@ -67,11 +66,6 @@ def compile_model(
         )
     model.compile(**arguments)
     return model
-
-
-def is_on(plugin: TorchDynamoPlugin) -> bool:
-    """Return whether `plugin` asks for anything to be compiled."""
-    return bool(plugin.backend != DynamoBackend.NO)
 
 
 def compile_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:

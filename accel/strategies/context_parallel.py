@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.machine.errors import ConfigError, StateError
-from accel.machine.tree import recursively_apply
+from accel.machine.tree import iterate, recursively_apply
 
 IGNORED = -100  # a label that no loss counts
 POSITIONS = "position_ids"
@@ -129,14 +129,7 @@ class ContextParallel:
             with self.micro_batch(getattr(batch, name)) as part:
                 yield dataclasses.replace(batch, **{name: part})
             return
-        sizes: list[int] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            sizes.extend(tensor.shape[1:2])
-            return tensor
-
-        recursively_apply(note, batch)
-        size = sizes[0] if sizes else 0
+        size = next((tensor.shape[1] for tensor in iterate(batch) if tensor.ndim > 1), 0)
         if isinstance(batch, Mapping) and "input_ids" in batch:
             size = batch["input_ids"].shape[1]
             batch, size = self._padded(dict(batch), size)

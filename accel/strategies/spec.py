@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from accel.config.handlers import KwargsHandler
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import TorchDynamoPlugin
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, NotBuiltError, Problem, not_built
+from accel.machine.errors import ConfigError, Problem
 from accel.plan.dims import ParallelDims, data_parallel
 
 Plugin = TypeVar("Plugin")
@@ -32,7 +32,8 @@ class PluginSpec:
 
     Args:
         name: of the plugin: the key of its node in a recipe.
-        kind: its dataclass, free of torch: the schema of that node; None: it is not built yet.
+        kind: its dataclass, free of torch: the schema of that node; None: the sizes of
+            axes alone switch it on (`sized`), and a recipe has no node for it.
         label: what run headers, manifests and messages call a run under it; "": `name`.
         reported: the run's `DistributedType`; None: that of its device.
         argument: keyword argument of `Accelerator`; "": it is given in `strategy_plugins`.
@@ -90,12 +91,10 @@ class PluginSpec:
         """
         if self.read is not None:
             return self.read(given, self.variables(environment))
-        if self.kind is None:
-            remedy = "Leave it out: the model is then replicated by DDP."
-            raise NotBuiltError(not_built(self.argument or self.name, remedy))
+        kind = cast(type[object], self.kind)  # one without is switched on by sizes alone
         if given is None:
-            return self.kind()
-        return require_kind(self.argument or "strategy_plugins", given, self.kind)
+            return kind()
+        return require_kind(self.argument or "strategy_plugins", given, kind)
 
 
 def require_kind(where: str, given: object, kind: type[Plugin]) -> Plugin:
@@ -125,11 +124,6 @@ def replicated(
 ) -> ParallelDims:
     """Return the dimensions of a run in which every process holds the model."""
     return data_parallel(environment.world_size, 0)
-
-
-def sharded(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
-    """Return the dimensions of a run in which all processes shard state."""
-    return data_parallel(environment.world_size, 0, shard=True)
 
 
 @dataclass(frozen=True)

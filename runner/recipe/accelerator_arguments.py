@@ -183,8 +183,7 @@ def _deciding(recipe: Recipe, environment: Environment) -> Iterator[tuple[str, s
     """Yield (variable, what to write instead)."""
     for plugin in plugins():
         if plugin.switch and environment.flag(plugin.switch) and plugin.name not in recipe.plugins:
-            instead = f"{plugin.name}=…" if plugin.kind is not None else "another strategy"
-            yield plugin.switch, f"Unset it, and choose {instead}."
+            yield plugin.switch, f"Unset it, and choose {plugin.name}=…."
     backend = environment.variables.get("ACCELERATE_DYNAMO_BACKEND", "")
     if backend.lower() not in ("", "no"):
         remedy = "Unset it, and choose compile=default."

@@ -164,16 +164,8 @@ class Parallelism:
         sharded = self.dp_shard_size
         if sharded is not None and self.dp_replicate_size is None:
             wanted = max(1, data // sharded)
-        return ParallelismConfig(
-            dp_replicate_size=wanted,
-            dp_shard_size=sharded or max(1, data // wanted),
-            tp_size=self.tp_size,
-            cp_size=self.cp_size,
-            sp_size=self.sp_size,
-            pp_size=self.pp_size,
-            pp_schedule=self.pp_schedule,
-            pp_split=self.pp_split,
-        )
+        sizes = {"dp_replicate_size": wanted, "dp_shard_size": sharded or max(1, data // wanted)}
+        return ParallelismConfig(**{**vars(self), **sizes})
 
 
 @dataclass

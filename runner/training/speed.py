@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from accel.config.training import is_compiling
 from accel.optimizer import unwrap_optimizer
 from runner.training.state import PAUSES, Stopwatch
 
@@ -64,7 +65,7 @@ class Speed:
 
     def __init__(self, accelerator: Accelerator, watch: Stopwatch) -> None:
         self._accelerator, self._watch = accelerator, watch
-        compiled = accelerator.plan.dynamo.backend != "no"  # operations are not seen one by one
+        compiled = is_compiling(accelerator.plan.dynamo)  # operations are not seen one by one
         self.flops_per_sample: float | None = 0.0 if compiled else None
         self.own = [0.0] * accelerator.num_processes
         self._own = self._data = self._other = 0.0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.config.training import is_compiling
 from runner.recipe.units import counted
 from runner.runs import directory
 from runner.runs.json_files import TIME_IS_UP, WEIGHTS_STEP
@@ -73,7 +74,7 @@ def engine_line(accelerator: Accelerator) -> str:
         parts.append("sharded: " + ", ".join(strategy.state.sharded))
     elif accelerator.num_processes > 1:
         parts.append("the model replicated on each rank")
-    if accelerator.plan.dynamo.backend != "no":
+    if is_compiling(accelerator.plan.dynamo):
         parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
     return " · ".join(parts)
 

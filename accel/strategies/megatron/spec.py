@@ -6,6 +6,7 @@ import copy
 
 from accel.config.megatron import CALLABLES, PREFIX, VARIABLES, MegatronLMPlugin
 from accel.config.parallelism import ParallelismConfig
+from accel.config.training import is_compiling
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem, Problems
@@ -67,7 +68,7 @@ def _problems(request: Request) -> list[Problem]:
     if request.mixed_precision == "fp8":
         rule = "megatron-core's layers compute in bf16, fp16 or fp32 here"
         problems.add("mixed_precision='fp8' under Megatron", rule, "Use mixed_precision='bf16'.")
-    if request.dynamo.backend != "no":
+    if is_compiling(request.dynamo):
         rule = "its schedules call modules that torch.compile does not wrap here"
         problems.add("torch.compile under Megatron", rule, "Switch compilation off.")
     if not is_available("megatron.core"):

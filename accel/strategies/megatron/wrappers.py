@@ -15,7 +15,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel.config.handlers import GradScalerKwargs
@@ -24,9 +23,9 @@ from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.wrapping import register_wrapper
 from accel.strategies.base import Gradients
+from accel.strategies.context_parallel import IGNORED, shift_labels
 from accel.strategies.megatron.build import Weights, hidden
 
-IGNORED = -100  # label of what has no loss
 # What a group of torch's optimizers has, and Megatron's optimizer reads at each step.
 SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
@@ -131,7 +130,7 @@ class MegatronModel(torch.nn.Module):
         window = getattr(self.plain.config, "sliding_window", None)
         mask = hidden(attention_mask, input_ids, window)
         if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            targets = shift_labels(labels)
         gathers = targets is None
         logits = self._call(input_ids, positions, mask, runtime_gather_output=gathers)
         if targets is None:

@@ -27,12 +27,12 @@ from accel.comm.ops import convert_to_fp32
 from accel.config.checks import import_callable
 from accel.config.fsdp import DTYPES, FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.config.training import TorchDynamoPlugin
+from accel.config.training import TorchDynamoPlugin, is_compiling
 from accel.machine.errors import ConfigError
 from accel.plan.dims import TP, ParallelDims
 from accel.precision.base import COMPUTE_DTYPES
 from accel.strategies.base import refuse_copies
-from accel.strategies.compile import compile_model, is_on
+from accel.strategies.compile import compile_model
 from accel.strategies.mesh.device_mesh import gradient_mesh
 from accel.strategies.mesh.hooks import (
     SubmoduleCalls,
@@ -265,7 +265,7 @@ def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
     train_after_inference(model)
     train_what_requires_gradients(model)
     dynamo = settings.dynamo
-    if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
+    if not is_compiling(dynamo) or dynamo.use_regional_compilation is not False:
         SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model
     refuse_copies(fsdp_units(model))
 

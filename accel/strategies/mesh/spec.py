@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from accel.config.fsdp import PREFIX, VARIABLES, FullyShardedDataParallelPlugin, from_variables
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.config.training import is_compiling
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem
@@ -175,7 +176,7 @@ def _pipeline_problems(request: Request) -> list[Problem]:
     refused = {
         "mixed_precision='fp8'": request.mixed_precision == "fp8",
         f"cp_size={sizes.cp_size}": sizes.cp_enabled,
-        "torch.compile": str(request.dynamo.backend).upper() not in ("NO", "NONE"),
+        "torch.compile": is_compiling(request.dynamo),
         "state_dict_type='SHARDED_STATE_DICT'": fsdp is not None and fsdp.saves_shards,
         f"tp_size={sizes.tp_size} and pp_schedule={sizes.pp_schedule}": (
             sizes.tp_enabled and "ZeroBubble" in str(sizes.pp_schedule)

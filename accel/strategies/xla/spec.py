@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from accel.machine.enums import DistributedType, DynamoBackend, PrecisionType
+from accel.config.training import is_compiling
+from accel.machine.enums import DistributedType, PrecisionType
 from accel.machine.errors import Problem
 from accel.strategies.spec import Request, StrategySpec
 
@@ -20,7 +21,7 @@ def _problems(request: Request) -> list[Problem]:
         rule = "torch_xla computes in fp32 or bf16"
         remedy = "Use mixed_precision='bf16'."
         found.append(Problem(f"mixed_precision={request.mixed_precision!r} on xla", rule, remedy))
-    if request.dynamo.backend != DynamoBackend.NO:
+    if is_compiling(request.dynamo):
         rule = "XLA compiles each step by itself"
         found.append(Problem("torch.compile on xla", rule, "Leave the dynamo backend out."))
     return found
