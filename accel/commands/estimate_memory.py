@@ -22,7 +22,6 @@ from accel.commands import CommandParser
 from accel.logging import silenced
 from accel.machine.errors import ConfigError, nearest, text_of, unknown_choice
 from accel.machine.imports import load_attribute, require
-from accel.machine.memory import Footprint, state_bytes
 from accel.precision.fp8 import CHATTY
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs
@@ -33,6 +32,22 @@ FORMATS = ("fp32", "bf16", "pure_bf16")
 CONFIG = "config.json"
 COLUMNS = ("format", "strategy", "weights", "gradients", "optimizer", "total", "largest")
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one process holds of a run's models, in bytes, once it has made a step.
+
+    Attributes:
+        parameters: of the models, frozen ones included.
+        gradients: of trainable parameters.
+        optimizer_state: what optimizers keep between steps, copies of weights in another format
+            included; None: not known before the first step.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +197,14 @@ def _state_bytes(
     except (TypeError, ValueError) as error:  # it needs a learning rate, or takes matrices only
         value, rule = f"optimizer={kind.__name__!r}", f"it does not take the model ({error})"
         raise ConfigError.of(value, rule, "Name another, such as AdamW.") from error
-    return state_bytes(made, ghosts)
+    for ghost in ghosts:
+        ghost.grad = torch.empty_like(ghost)
+    try:
+        made.step()
+    except (RuntimeError, TypeError):  # it reads values (Adafactor), or calls for losses (LBFGS)
+        return None
+    state = [value for entry in made.state.values() for value in entry.values()]
+    return sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
 
 
 def _buffer_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from accel.checkpoint.sharded import Allocate
     from accel.comm.base import Communicator
-    from accel.machine.memory import Footprint
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
     from accel.strategies.context_parallel import ContextParallel
@@ -168,20 +167,6 @@ class StateIO:
     def num_elements(self, parameter: torch.nn.Parameter) -> int:
         """Return the elements of a parameter, all of them where this rank holds a fragment."""
         return parameter.numel()
-
-    def footprint(
-        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> Footprint:
-        """Return the bytes that this rank holds once a step is made. No collectives."""
-        from accel.machine import memory
-
-        held = [parameter for model in models for parameter in model.parameters()]
-        states = [memory.state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
-        return memory.Footprint(
-            memory.num_bytes(held),
-            memory.num_bytes(parameter for parameter in held if parameter.requires_grad),
-            None if None in states else sum(size or 0 for size in states),
-        )
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by parameter name, without a wrapper's prefix."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
@@ -10,7 +9,6 @@ import torch
 
 from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames, misfit
 from accel.machine.errors import StateError
-from accel.machine.memory import Footprint, num_bytes, state_bytes
 from accel.strategies.base import StateIO
 from accel.strategies.deepspeed.fragments import (
     Fragments,
@@ -49,30 +47,6 @@ class ZeroState(StateIO):
     def num_elements(self, parameter: torch.nn.Parameter) -> int:
         """Return the elements of a parameter; a partitioned one has none of its own."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-    def footprint(
-        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> Footprint:
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        held = num_bytes(getattr(p, "ds_tensor", p) for p in parameters)
-        # Persistent parameters stay full beside their shards, from the first forward pass on.
-        persistent: list[Any] = [p for p in parameters if getattr(p, "ds_persist", False)]
-        held += sum(
-            p.ds_numel * p.element_size() for p in persistent if p.ds_tensor.numel() < p.ds_numel
-        )
-        prepared = [one for one in optimizers if isinstance(one, DeepSpeedOptimizerWrapper)]
-        if not prepared:
-            return Footprint(held, 0, 0)
-        (optimizer,) = prepared
-        own = {getattr(p, "ds_tensor", p).data_ptr() for p in parameters}
-        stepped = {id(one.flat): one.flat for one in fragments(optimizer.engine).values()}
-        copies = num_bytes(flat for flat in stepped.values() if flat.data_ptr() not in own)
-        state = state_bytes(optimizer.optimizer, list(stepped.values()))
-        return Footprint(
-            held,
-            _gradient_bytes(parameters, optimizer.engine),
-            None if state is None else state + copies,
-        )
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by parameter name, trained ones in fp32."""
@@ -238,15 +212,6 @@ def _copy(value: object) -> object:
 def _keys(groups: Groups, names: ParameterNames) -> dict[int, str]:
     flat = {id(p): p for group in groups for p in group}
     return {key: names.key(p, position) for position, (key, p) in enumerate(flat.items())}
-
-
-def _gradient_bytes(parameters: Sequence[torch.nn.Parameter], engine: DeepSpeedEngine) -> int:
-    """Return the bytes of gradients in the dtype of the weights; from stage 2 on, of one shard."""
-    trained = [p for p in parameters if p.requires_grad]
-    if engine.zero_optimization_stage() >= 2:
-        found = fragments(engine)
-        return sum(found[id(p)].length * p.element_size() for p in trained if id(p) in found)
-    return num_bytes(trained)
 
 
 # -- loss scale of fp16 --------------------------------------------------------------------

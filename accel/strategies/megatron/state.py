@@ -8,7 +8,7 @@ Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -20,7 +20,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, misfit, state_by_name
 from accel.config.megatron import MegatronLMPlugin
-from accel.machine.memory import Footprint, num_bytes
 from accel.strategies.base import StateIO
 from accel.strategies.megatron.wrappers import (
     MegatronLMOptimizerWrapper,
@@ -173,12 +172,6 @@ class MegatronState(StateIO):
         kinds = ("parameters", "gradients", "optimizer state")
         shards_optimizer = self._plugin.use_distributed_optimizer
         return kinds if self._plugin.model_size > 1 else kinds[2:] if shards_optimizer else ()
-
-    def footprint(
-        self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> Footprint:
-        held = [parameter for model in models for parameter in model.parameters()]
-        return Footprint(num_bytes(held), num_bytes(p for p in held if p.requires_grad), None)
 
     def model_state(self, model: torch.nn.Module) -> Tensors:
         """Return the full tensors of a model by parameter name, in fp32."""

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
-from accel.commands.estimate_memory import Estimate, estimates, layouts
+from accel.commands.estimate_memory import Estimate, Footprint, estimates, layouts
 from accel.commands.program import REFUSED, main
 from accel.machine.errors import ConfigError
-from accel.machine.memory import Footprint
+from accel.machine.memory import local
+from accel.strategies.deepspeed.fragments import fragments
 from accel.utils import DeepSpeedPlugin
 from tests.helpers import run_distributed
 
@@ -35,7 +36,7 @@ def estimate(format: str, strategy: str, num_processes: int = 1, **given: Any) -
 
 
 def bytes_of(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 # -- one process ---------------------------------------------------------------------------
@@ -82,9 +83,24 @@ def held(strategy: str, mixed_precision: str) -> Footprint:
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **given)
     made = wide()
     made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
-    found: Footprint = accelerator.strategy.state.footprint([made], [optimizer])
+    weights = [getattr(p, "ds_tensor", p) for p in made.parameters()]
+    accelerator.backward(made(torch.randn(2, 512)).sum())
+    gradients, copies = bytes_of(weights), 0
+    if strategy.startswith("zero"):
+        found = fragments(optimizer.engine)
+        if strategy != "zero1":
+            gradients = sum(found[id(p)].length * p.element_size() for p in made.parameters())
+        flats = {one.flat.data_ptr(): one.flat for one in found.values()}
+        own = {weight.data_ptr() for weight in weights}
+        copies = bytes_of(flat for place, flat in flats.items() if place not in own)
+    else:
+        gradients = bytes_of(p.grad for p in weights)
+    optimizer.step()
+    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
+    moments = bytes_of(value for value in state if isinstance(value, torch.Tensor))
+    measured = Footprint(bytes_of(weights), gradients, moments + copies)
     accelerator.end_training()
-    return found
+    return measured
 
 
 SLOW = {"zero1", "zero3"}
