@@ -358,11 +358,11 @@ class Strategy(ABC):
             return contextlib.nullcontext()
         return self.context_parallel.divided(buffers, seq_dims, no_restore)
 
-    def _part(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """Return the context of a micro-batch: of this rank's part of its sequences."""
+    def _parts(self, batches: list[Batch]) -> AbstractContextManager[list[Batch]]:
+        """Return the context of micro-batches: of this rank's part of their sequences."""
         if self.context_parallel is None:
-            return contextlib.nullcontext(batch)
-        return self.context_parallel.micro_batch(batch)
+            return contextlib.nullcontext(batches)
+        return self.context_parallel.micro_batches(batches)
 
     def forward_backward(
         self,
@@ -384,7 +384,7 @@ class Strategy(ABC):
             placed = self._place(micro_batch, accumulation.device_placement)
             with (
                 accumulation.accumulate(model, sync_gradients=index == last),
-                self._part(placed) as part,
+                self._parts([placed]) as (part,),
             ):
                 loss = loss_fn(model, part)
                 accumulation.backward(loss)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.machine.errors import ConfigError, StateError
@@ -66,10 +67,13 @@ class ContextParallel:
         mesh: 1-D, the cp axis.
         ring: returns the context of another mechanism, from the mesh, buffers, their dims, and
             those that need not be restored; None: Ulysses.
+
+    Attributes:
+        may_lack_attention: whether this rank may compute none, as a stage of a pipeline.
     """
 
     def __init__(self, mesh: DeviceMesh, ring: Ring | None = None) -> None:
-        self.mesh, self._ring = mesh, ring
+        self.mesh, self._ring, self.may_lack_attention = mesh, ring, False
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
 
     @contextlib.contextmanager
@@ -102,7 +106,7 @@ class ContextParallel:
             for tensor, whole in zip(buffers, before, strict=True):
                 if whole is not None:
                     tensor.data = whole
-        if not found.num_exchanged:
+        if not (found.num_exchanged or self.may_lack_attention):
             raise StateError(
                 "Context parallelism: no attention was computed in the context by "
                 "torch.nn.functional.scaled_dot_product_attention or a kernel of transformers, so "
@@ -111,8 +115,8 @@ class ContextParallel:
             )
 
     @contextlib.contextmanager
-    def micro_batch(self, batch: Any) -> Iterator[Any]:
-        """Give this rank's part of a micro-batch: of its tensors [B, S, ...], by the first's S.
+    def micro_batches(self, batches: Sequence[Any]) -> Iterator[list[Any]]:
+        """Give this rank's part of micro-batches: of their tensors [B, S, ...], by the first's S.
 
         A mapping is padded where S is no multiple of the ranks: labels with -100, else with zeros.
         Of a dataclass, the first field is the batch.
@@ -124,16 +128,20 @@ class ContextParallel:
             rule = "torch's ring divides sequences by itself, with the buffers that it is given"
             remedy = "Train in maybe_context_parallel(buffers=[…]), or leave cp_backend out."
             raise ConfigError.of("cp_backend='ring' with batches divided here", rule, remedy)
+        buffers: list[Tensor] = []
+        parts = [self._own(batch, buffers) for batch in batches]
+        with self.divided(buffers, [1] * len(buffers), no_restore=buffers):
+            yield parts
+
+    def _own(self, batch: Any, buffers: list[Tensor]) -> Any:
+        """Return a batch of tensors that are added to those to be divided."""
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
             name = dataclasses.fields(batch)[0].name
-            with self.micro_batch(getattr(batch, name)) as part:
-                yield dataclasses.replace(batch, **{name: part})
-            return
+            return dataclasses.replace(batch, **{name: self._own(getattr(batch, name), buffers)})
         size = next((tensor.shape[1] for tensor in iterate(batch) if tensor.ndim > 1), 0)
         if isinstance(batch, Mapping) and "input_ids" in batch:
             size = batch["input_ids"].shape[1]
             batch, size = self._padded(dict(batch), size)
-        buffers: list[Tensor] = []
 
         def own(tensor: Tensor) -> Tensor:
             if tensor.ndim and tensor.shape[1:2] != (size,):
@@ -145,9 +153,7 @@ class ContextParallel:
                 buffers.append(tensor)
             return tensor
 
-        mine = recursively_apply(own, batch)
-        with self.divided(buffers, [1] * len(buffers), no_restore=buffers):
-            yield mine
+        return recursively_apply(own, batch)
 
     def loader(self, loader: Any) -> DividedLoader:
         """Return a loader of this rank's parts, each divided until the next one is asked for."""
@@ -304,6 +310,8 @@ class ContextParallel:
             remedy = "Compute it from whole sequences, or use is_causal=True."
             raise ConfigError.of(f"attn_mask {tuple(attn_mask.shape)}", rule, remedy)
         found.num_exchanged += 1
+        if isinstance(query, FakeTensor):  # another stage of a pipeline, of which shapes are asked
+            return attend(*tensors, None, *args, **kwargs)
         # Fewer heads of keys than ranks: each is repeated as often as needed.
         repeats = self.size // math.gcd(key.shape[-3], self.size)
         key, value = (t.repeat_interleave(repeats, dim=-3) for t in (key, value))
@@ -332,7 +340,7 @@ class DividedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            with self._ranks.micro_batch(batch) as part:
+            with self._ranks.micro_batches([batch]) as (part,):
                 yield part
 
     def __len__(self) -> int:

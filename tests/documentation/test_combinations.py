@@ -47,7 +47,8 @@ def _combines(arguments: dict[str, Any]) -> str:
 def table() -> str:
     """Return the table: each strategy beside each axis, pairs of axes, compilation and fp8."""
     columns: dict[str, Any] = {f"`{axis}`": (axis,) for axis in AXES}
-    columns |= {"`tp` × `cp`": ("tp_size", "cp_size"), "`tp` × `pp`": ("tp_size", "pp_size")}
+    for first, second in (("tp", "cp"), ("tp", "pp"), ("cp", "pp")):
+        columns[f"`{first}` × `{second}`"] = (f"{first}_size", f"{second}_size")
     lines = [
         f"| | {' | '.join(columns)} | `compile=` | fp8 |",
         f"|---{'|---' * (len(columns) + 2)}|",

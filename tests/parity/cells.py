@@ -211,6 +211,7 @@ def _sharded_backends() -> dict[str, Backend]:
         "pp_interleaved": Backend(_stages(pp_schedule="Interleaved1F1B"), reason=_two),
         "pp_zero_bubble": Backend(_stages(pp_schedule="ZBVZeroBubble"), reason=_two),
         "pp_fsdp": engine(_stages(dp_shard_size=2), reason=_four),
+        "pp_cp": engine(_stages(cp_size=2), reason=_four),
         "pp_tp": Backend(_together(_stages(tp_size=2), _tensor_parallel(2)), reason=_four),
         "tp": Backend(_tensor_parallel()),
         "tp_ddp": Backend(_tensor_parallel(2), reason=_four),

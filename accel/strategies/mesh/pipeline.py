@@ -270,7 +270,7 @@ class Pipeline:
         model: nn.Module,
         micro_batches: Sequence[Any],
         loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-        part: Callable[[Any], AbstractContextManager[Any]],
+        parts: Callable[[list[Any]], AbstractContextManager[list[Any]]],
         accumulation: Accumulation,
     ) -> list[torch.Tensor]:
         """Compute the gradients of a window; return its losses, detached, on every rank.
@@ -279,21 +279,21 @@ class Pipeline:
             model: as it was prepared.
             micro_batches: all of one shape, on the device.
             loss_fn: as of `Accumulation.forward_backward`.
-            part: the context of this rank's part of a micro-batch.
+            parts: the context of this rank's part of micro-batches of one shape.
             accumulation: scales losses.
         """
         losses = torch.zeros(len(micro_batches), device=self.gate.device)
+        own = list(micro_batches)
 
         def scaled_loss(number: int) -> torch.Tensor:
-            with part(micro_batches[number]) as own:
-                loss = loss_fn(model, own)
-                losses[number] = loss.detach()
-                return self._scaled(loss, accumulation)
+            loss = loss_fn(model, own[number])
+            losses[number] = loss.detach()
+            return self._scaled(loss, accumulation)
 
         calls = [functools.partial(scaled_loss, number) for number in range(len(losses))]
         if self.rank != self.last_rank:  # a scaler begins a window with its first loss
             self._scaled(losses.sum(), accumulation)
-        self._train(calls, micro_batches)
+        self._train(calls, own, parts)
         dist.broadcast(losses, group=self.group, group_src=self.last_rank)
         return list(losses)
 
@@ -313,28 +313,38 @@ class Pipeline:
             )
         self.losses.append(loss)
 
-    def _train(self, calls: Sequence[Call], inputs: Sequence[Any]) -> None:
-        """Compute gradients of micro-batches; each call returns a loss.
+    def _train(
+        self,
+        calls: Sequence[Call],
+        inputs: list[Any],
+        parts: Callable[[list[Any]], AbstractContextManager[list[Any]]],
+    ) -> None:
+        """Compute gradients of micro-batches; each call returns the loss of one of the inputs.
 
         Those of one shape go through the stages together, whatever number they are.
         """
         with self._set_aside():
             for shapes, group in itertools.groupby(range(len(calls)), lambda n: _shapes(inputs[n])):
                 numbers = list(group)
-                self._negotiate(calls[numbers[0]], inputs[numbers[0]])
-                self._calls = list(calls)
-                schedule = self._scheduled(len(numbers), shapes)
-                number = torch.tensor(numbers)
-                self.gate.recomputes = True
-                try:
-                    with self._set_aside():  # a schedule begins by dropping those that FSDP shards
-                        schedule.step(number=number, target=number, return_outputs=False)
-                except RuntimeError as error:  # torch wraps what a stage raises
-                    raise error.__cause__ or error from None
-                finally:
-                    self.gate.recomputes = False
-                    self._calls = []
+                # Until the backward passes are done: they may compute attention again.
+                with parts([inputs[n] for n in numbers]) as own:
+                    inputs[numbers[0] : numbers[-1] + 1] = own
+                    self._negotiate(calls[numbers[0]], own[0])
+                    self._calls = list(calls)
+                    self._step(self._scheduled(len(numbers), shapes), torch.tensor(numbers))
             self._sum_shared()
+
+    def _step(self, schedule: Any, numbers: torch.Tensor) -> None:
+        """Compute forward and backward passes of micro-batches of these numbers [M]."""
+        self.gate.recomputes = True
+        try:
+            with self._set_aside():  # a schedule begins by dropping those that FSDP shards
+                schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            raise error.__cause__ or error from None
+        finally:
+            self.gate.recomputes = False
+            self._calls = []
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:

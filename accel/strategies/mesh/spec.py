@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from accel.config.fsdp import PREFIX, VARIABLES, FullyShardedDataParallelPlugin, from_variables
-from accel.config.parallelism import ParallelismConfig
+from accel.config.parallelism import RING, ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import is_compiling
 from accel.machine.enums import DistributedType
@@ -175,7 +175,7 @@ def _pipeline_problems(request: Request) -> list[Problem]:
     fsdp: FullyShardedDataParallelPlugin | None = request.plugins.get(FSDP)
     refused = {
         "mixed_precision='fp8'": request.mixed_precision == "fp8",
-        f"cp_size={sizes.cp_size}": sizes.cp_enabled,
+        f"cp_backend={RING!r}": sizes.cp_enabled and sizes.cp_backend == RING,
         "torch.compile": is_compiling(request.dynamo),
         "state_dict_type='SHARDED_STATE_DICT'": fsdp is not None and fsdp.saves_shards,
         f"tp_size={sizes.tp_size} and pp_schedule={sizes.pp_schedule}": (

@@ -202,6 +202,8 @@ class MeshStrategy(Strategy):
         group = self._mesh[PP].get_group()
         gate = Gate(self.device, self._settings.formats.units.param_dtype)
         pipeline = Pipeline(model, self.plan.plugin(PIPELINE), group, gate)
+        if self.context_parallel is not None:  # the last rank asks all other stages for shapes
+            self.context_parallel.may_lack_attention = pipeline.rank != pipeline.last_rank
         wrapped = Pipelined(pipeline)
         before = parameters_by_name(model)
         ignored = parallelize_stages(pipeline, self.plan.parallel_dims, self._settings)
@@ -273,8 +275,10 @@ class MeshStrategy(Strategy):
             return super().forward_backward(model, micro_batches, loss_fn, accumulation)
         placed = [self._place(one, accumulation.device_placement) for one in micro_batches]
         with accumulation.accumulate(model, sync_gradients=True):
-            given = (model, placed, loss_fn, self._part, accumulation)
+            given = (model, placed, loss_fn, self._parts, accumulation)
             losses = model.pipeline.forward_backward(*given)
+        if self.context_parallel is not None:  # stages know the shapes of the others by now
+            self.context_parallel.may_lack_attention = True
         trained = [one for one in self._models.ignored[model] if one.requires_grad]
         average_gradients(trained, self._mesh)
         return losses

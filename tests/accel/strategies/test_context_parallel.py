@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.machine.errors import ConfigError, StateError
 from accel.strategies import context_parallel
@@ -203,6 +204,53 @@ def _compare_transformers() -> dict[str, float]:
 def test_models_of_transformers() -> None:
     pytest.importorskip("transformers")
     for found in run_distributed(_compare_transformers, 2):
+        assert max(found.values()) < 1e-6, found
+
+
+# -- stages of a pipeline ------------------------------------------------------------------
+
+
+def _stages_difference(schedule: str, given: Batch, recomputes: bool) -> float:
+    """Return how far gradients of a window are from those of one process, relatively."""
+    own = _llama().train()
+    window = [given, {name: value.flip(0) for name, value in given.items()}] * 2
+    for one in window:
+        (loss_of(own, one) / 4).backward()
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=recomputes),
+        parallelism_config=ParallelismConfig(pp_size=2, cp_size=2, pp_schedule=schedule),
+        gradient_accumulation_steps=4,
+    )
+    model = accelerator.prepare(_llama().train())
+    losses = accelerator.forward_backward(
+        model, window, lambda model, part: loss_of(model, part) * accelerator.parallel_dims.cp
+    )
+    expected, found = dict(own.named_parameters()), []
+    for name, parameter in model.module.named_parameters():
+        gradient, whole = parameter.grad.full_tensor(), expected[name].grad
+        found.append(float((gradient - whole).norm() / whole.norm()))
+    total = accelerator.reduce(torch.stack(losses).sum(), "mean").item()
+    found.append(abs(total / sum(loss_of(own, one).item() for one in window) - 1))
+    accelerator.end_training()
+    return max(found)
+
+
+def _compare_stages() -> dict[str, float]:
+    packed = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, -1).contiguous()
+    cases = {
+        "plain": ("1F1B", batch(), False),
+        "padded": ("1F1B", batch(padded=True), False),
+        "packed": ("GPipe", {**batch(), "position_ids": packed}, False),
+        "recomputed": ("1F1B", batch(padded=True), True),
+    }
+    return {name: _stages_difference(*case) for name, case in cases.items()}
+
+
+@pytest.mark.slow
+def test_beside_stages_of_a_pipeline() -> None:
+    pytest.importorskip("transformers")
+    for found in run_distributed(_compare_stages, 4):
         assert max(found.values()) < 1e-6, found
 
 
