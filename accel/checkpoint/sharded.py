@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -56,8 +57,8 @@ Allocate = Callable[[Place, torch.Size, torch.dtype], torch.Tensor]
 def write(state: Mapping[str, Any], folder: Path) -> None:
     """Write nested dicts of DTensors, tensors and plain values; collective over all ranks.
 
-    Each rank writes the shards that it holds, and rank 0 all else. What fails on one rank raises on
-    all of them.
+    Each rank writes the shards that it holds; all else the lowest rank that has it. What fails on
+    one rank raises on all of them.
     """
     try:
         with _alone():
@@ -153,7 +154,7 @@ class Shards:
 
 
 class _Writing(DefaultSavePlanner):
-    """Writes what is no shard on rank 0: torch would take each value of another rank.
+    """Writes what is no shard on one rank: torch would take each value of another one.
 
     Buffers, such as the statistics of a BatchNorm, may differ, and belong together.
     """
@@ -165,9 +166,13 @@ class _Writing(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        if not is_coordinator:
-            flat = self.state_dict
-            self.state_dict = {k: one for k, one in flat.items() if is_shard(one)}
+        flat = self.state_dict
+        plain = {name for name, value in flat.items() if not is_shard(value)}
+        if dist.is_initialized():
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, plain)
+            elsewhere = set().union(*ranks[: dist.get_rank()])
+            self.state_dict = {k: v for k, v in flat.items() if k not in elsewhere}
 
 
 class _Planner(DefaultLoadPlanner):

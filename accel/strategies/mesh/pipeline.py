@@ -460,24 +460,33 @@ class Pipeline:
         known = set(self.names).difference(own)
         return {name: value for name, value in state.items() if name not in known}
 
-    def full_optimizer(
+    def named_optimizer(
         self, optimizer: torch.optim.Optimizer, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the state of an optimizer of all stages, of those of each rank's."""
-        state = {self._first_key(key): entry for key, entry in own["state"].items()}
+        """Return the state of this rank's stages by first names, in the groups of all stages."""
+        state = {self.first_key(key): entry for key, entry in own["state"].items()}
         groups = [
             {**group, "params": [f"{MODEL}{name}" for name in names]}
             for group, names in zip(own["param_groups"], self.groups[optimizer], strict=True)
         ]
-        return own | {"state": _on_host(self._merged(state)), "param_groups": groups}
+        return own | {"state": state, "param_groups": groups}
+
+    def full_optimizer(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of all stages, of what `named_optimizer` returned on each rank."""
+        return named | {"state": _on_host(self._merged(named["state"]))}
+
+    def others(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> set[str]:
+        """Return the keys of those parameters of an optimizer that this rank does not hold."""
+        every = {f"{MODEL}{name}" for group in self.groups[optimizer] for name in group}
+        return every.difference(map(self.first_key, names.keys(optimizer)))
 
     def part_of_optimizer(
         self, optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: ParameterNames
     ) -> dict[str, Any]:
         """Return what this rank loads of an optimizer's full state."""
-        own = {self._first_key(key): key for key in names.keys(optimizer)}
-        others = {f"{MODEL}{name}" for group in self.groups[optimizer] for name in group} - set(own)
-        state = {self._first_key(key): entry for key, entry in saved["state"].items()}
+        own = {self.first_key(key): key for key in names.keys(optimizer)}
+        others = self.others(optimizer, names)
+        state = {self.first_key(key): entry for key, entry in saved["state"].items()}
         return saved | {
             "state": {own.get(key, key): one for key, one in state.items() if key not in others},
             "param_groups": [
@@ -486,7 +495,7 @@ class Pipeline:
             ],
         }
 
-    def _first_key(self, key: str) -> str:
+    def first_key(self, key: str) -> str:
         """Return the key of a parameter by the first of its names."""
         name = key.removeprefix(MODEL)
         return f"{MODEL}{self._first[name]}" if name in self._first else key

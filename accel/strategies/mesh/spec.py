@@ -177,7 +177,6 @@ def _pipeline_problems(request: Request) -> list[Problem]:
         "mixed_precision='fp8'": request.mixed_precision == "fp8",
         f"cp_backend={RING!r}": sizes.cp_enabled and sizes.cp_backend == RING,
         "torch.compile": is_compiling(request.dynamo),
-        "state_dict_type='SHARDED_STATE_DICT'": fsdp is not None and fsdp.saves_shards,
         f"tp_size={sizes.tp_size} and pp_schedule={sizes.pp_schedule}": (
             sizes.tp_enabled and "ZeroBubble" in str(sizes.pp_schedule)
         ),

@@ -84,7 +84,10 @@ class MeshState(StateIO):
     def sharded_optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        return super().optimizer_state(optimizer, names)
+        saved = super().optimizer_state(optimizer, names)
+        for pipeline in pipelines(self._models):
+            saved = pipeline.named_optimizer(unwrap_optimizer(optimizer), saved)
+        return saved
 
     def allocate_weights(self, model: torch.nn.Module) -> Allocate:
         """Return a function that allocates the shards of this rank; what does not fit, on meta."""
@@ -100,11 +103,17 @@ class MeshState(StateIO):
         return allocate
 
     def allocate_state(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> Allocate:
-        """Return a function that allocates the shards of this rank for the optimizer's state."""
+        """Return a function that allocates the shards of this rank for the optimizer's state.
+
+        That of other stages is on meta.
+        """
         own = unwrap_optimizer(optimizer)
         live = dict(zip(names.keys(own), parameters(own), strict=True))
+        stages = [(one.first_key, one.others(own, names)) for one in pipelines(self._models)]
 
         def allocate(place: Place, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            if any(first(str(place[0])) in others for first, others in stages):
+                return torch.empty(size, dtype=dtype, device="meta")
             target = live.get(names.canonical(str(place[0])))
             if isinstance(target, DTensor) and target.shape == size and size:
                 return empty_shard(target, dtype)
@@ -127,11 +136,11 @@ class MeshState(StateIO):
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> dict[str, Any]:
-        saved = super().optimizer_state(optimizer, names)
+        saved = self.sharded_optimizer_state(optimizer, names)
         kinds = ("state", "other_state", "extra")
         full = saved | {kind: full_tensors(saved[kind]) for kind in kinds}
         for pipeline in pipelines(self._models):
-            full = pipeline.full_optimizer(unwrap_optimizer(optimizer), full)
+            full = pipeline.full_optimizer(full)
         return full
 
     def load_optimizer_state(

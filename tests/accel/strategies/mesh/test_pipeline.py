@@ -12,6 +12,8 @@ import torch
 
 from accel import Accelerator
 from accel.checkpoint.optimizer_state import ParameterNames
+from accel.checkpoint.sharded import Shards, read_model_folder
+from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.machine.errors import StateError
 from accel.state import AcceleratorState
@@ -20,6 +22,7 @@ from tests.accel.strategies.training import Block, Model, loss_of
 from tests.helpers import run_distributed
 
 MICRO_BATCHES = 4
+SHARDED = "SHARDED_STATE_DICT"
 # Of losses, relative; of gradients, relative to the largest of a parameter.
 CLOSE = 1e-6
 
@@ -58,9 +61,12 @@ def share(window: list[Any], accelerator: Accelerator) -> list[Any]:
 
 def accelerator_of(**sizes: Any) -> Accelerator:
     AcceleratorState._reset_state(True)
-    config = ParallelismConfig(**sizes) if sizes else None
+    shards = sizes.pop("shards", False)
     return Accelerator(
-        cpu=True, parallelism_config=config, gradient_accumulation_steps=MICRO_BATCHES
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=SHARDED) if shards else None,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        gradient_accumulation_steps=MICRO_BATCHES,
     )
 
 
@@ -206,6 +212,7 @@ def trained(folder: Path, sizes: dict[str, Any], steps: range, resume: bool) -> 
 
 
 TWO = {"pp_size": 2}
+IN_SHARDS = {**TWO, "shards": True}
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -220,23 +227,45 @@ def check_resume(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    run_distributed(check_resume, 2, tmp_path, TWO)
+@pytest.mark.parametrize("sizes", [TWO, IN_SHARDS])
+def test_a_resumed_run_is_bit_equal(sizes: dict[str, Any], tmp_path: Path) -> None:
+    run_distributed(check_resume, 2, tmp_path, sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}, {**TWO, "dp_shard_size": 2}])
+@pytest.mark.parametrize(
+    ("stages", "sizes"),
+    [
+        (TWO, {}),
+        (TWO, {"dp_shard_size": 2}),
+        (TWO, {**TWO, "dp_shard_size": 2}),
+        (IN_SHARDS, {}),
+        (IN_SHARDS, {"dp_shard_size": 2, "shards": True}),
+        (TWO, {**IN_SHARDS, "dp_shard_size": 2}),
+    ],
+)
 def test_state_moves_between_stages_and_other_strategies(
-    sizes: dict[str, Any], tmp_path: Path
+    stages: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Weights and state of the optimizer are the same there, and back."""
-    (saved, _) = run_distributed(trained, 2, tmp_path, TWO, range(2), False)
+    (saved, _) = run_distributed(trained, 2, tmp_path, stages, range(2), False)
     assert saved["model"].keys() == deep().state_dict().keys()
     world_size = math.prod(sizes.values())
     for there in run_distributed(trained, world_size, tmp_path, sizes, range(2, 2), True):
         assert_equal(there, saved)
-    for again in run_distributed(trained, 2, tmp_path, TWO, range(2, 2), True):
+    for again in run_distributed(trained, 2, tmp_path, stages, range(2, 2), True):
         assert_equal(again, saved)
+
+
+@pytest.mark.slow
+def test_each_rank_writes_its_own_stage_in_shards(tmp_path: Path) -> None:
+    (saved, _) = run_distributed(trained, 2, tmp_path, IN_SHARDS, range(1), False)
+    for kind, prefix in (("model", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+        written = Shards(tmp_path / prefix)._metadata.storage_data
+        for block, number in (("blocks.0.", 0), ("blocks.3.", 1)):
+            files = {one.relative_path for at, one in written.items() if block in at.fqn}
+            assert files == {f"__{number}_0.distcp"}, kind
+    assert_equal(read_model_folder(tmp_path / "pytorch_model_fsdp_0"), dict(saved["model"]))
 
 
 # -- what is wrong shows -----------------------------------------------------------------------
