@@ -21,11 +21,9 @@ from accel.machine import env
 from accel.machine.env import parse_bool
 from accel.machine.errors import (
     ConfigError,
-    NotBuiltError,
     Problem,
     Problems,
     nearest,
-    not_built,
     unknown_choice,
 )
 
@@ -281,9 +279,10 @@ class FullyShardedDataParallelPlugin(FieldDefaults):
         replaced = _translate(self, problems)
         _check_wrapping(self, problems)
         _check_values(self, problems)
-        problems.raise_if()
         if self.activation_checkpointing_offload:
-            raise NotBuiltError(_not_yet("activation_checkpointing_offload=True"))
+            name = "FullyShardedDataParallelPlugin.activation_checkpointing_offload=True"
+            problems.add_not_built(name, "Leave it out.")
+        problems.raise_if()
         if replaced:
             warnings.warn(
                 "FullyShardedDataParallelPlugin: " + "; ".join(replaced) + ".",
@@ -682,7 +681,3 @@ def _no_choice(where: str) -> Problem:
 def _add(problems: Problems, owner: object, name: str, rule: str, remedy: str) -> None:
     value = getattr(owner, name)
     problems.add(f"{type(owner).__name__}.{name}={value!r}", rule, remedy)
-
-
-def _not_yet(what: str) -> Problem:
-    return not_built(f"FullyShardedDataParallelPlugin.{what}", "Leave it out.")

@@ -141,7 +141,6 @@ class MegatronLMPlugin:
 
     Raises:
         ConfigError: naming every value that is wrong.
-        NotBuiltError: for what is not built.
 
     Example:
         >>> accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))

@@ -84,7 +84,6 @@ class ParallelismConfig:
 
     Raises:
         ConfigError: naming every size below 1 and every unknown backend.
-        NotBuiltError: for what is not built yet.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)

@@ -2,7 +2,6 @@
 
     AccelError
     ├── ConfigError              (ValueError)    the request contradicts itself or the machine
-    │   └── NotBuiltError                        a documented option this version does not offer yet
     ├── StateError               (RuntimeError)  a call at the wrong time: state reset, never built
     ├── MissingPackageError      (ImportError)   an optional package is not installed
     ├── CheckpointError          (RuntimeError)  a checkpoint is missing, incomplete or altered
@@ -64,11 +63,6 @@ def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
     return Problem(f"{where}={value!r}", rule, remedy)
 
 
-def not_built(value: str, remedy: str) -> Problem:
-    """Return the problem that this version does not offer an option yet."""
-    return Problem(value, "this version does not offer it yet", remedy)
-
-
 class AccelError(Exception):
     """Base of every exception that `accel` raises on purpose."""
 
@@ -93,11 +87,7 @@ class ConfigError(AccelError, ValueError):
 
 
 class Problems(list[Problem]):
-    """Problems of a configuration, to be reported at once; `not_built`: options not offered yet."""
-
-    def __init__(self, problems: Iterable[Problem] = ()) -> None:
-        super().__init__(problems)
-        self.not_built: list[Problem] = []
+    """Problems of a configuration, to be reported at once."""
 
     def add(self, value: str, rule: str, remedy: str) -> None:
         """Add a problem: what was given and where, what holds instead, what to do."""
@@ -105,11 +95,11 @@ class Problems(list[Problem]):
 
     def add_not_built(self, value: str, remedy: str) -> None:
         """Add an option that this version does not offer yet: what was given, what to do."""
-        self.not_built.append(not_built(value, remedy))
+        self.add(value, "this version does not offer it yet", remedy)
 
     def take(self, error: ConfigError) -> None:
         """Add the problems of `error`."""
-        (self.not_built if isinstance(error, NotBuiltError) else self).extend(error.problems)
+        self.extend(error.problems)
 
     def collect(self, check: Callable[..., T], *args: object) -> T | None:
         """Return what `check` returns; on a `ConfigError` add its problems and return None."""
@@ -120,18 +110,12 @@ class Problems(list[Problem]):
             return None
 
     def raise_if(self) -> None:
-        """Raise a `ConfigError` of all, if any; a `NotBuiltError` if only options are missing."""
-        if self.not_built and not self:
-            raise NotBuiltError(*self.not_built)
-        ConfigError.raise_if([*self, *self.not_built])
+        """Raise a `ConfigError` of all, if any."""
+        ConfigError.raise_if(self)
 
 
 class ArgumentTypeError(ConfigError, TypeError):
     """An argument whose documented error is a TypeError."""
-
-
-class NotBuiltError(ConfigError):
-    """A documented option that this version does not offer yet."""
 
 
 class StateError(AccelError, RuntimeError):

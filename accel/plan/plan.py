@@ -122,7 +122,6 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
 
     Raises:
         ConfigError: naming everything that contradicts itself or the machine.
-        NotBuiltError: if all there is to say is that an option does not exist yet.
     """
     found = Problems()
     arguments = arguments.checked(found)

@@ -103,7 +103,6 @@ def load_checkpoint_in_model(
             name), a checkpoint without a weight of the model or with integers for floating ones, or
             the problems of the files.
         ConfigError: for devices and names that do not exist, and for `offload_8bit_bnb`.
-        NotBuiltError: for an option that is not built yet.
 
     Example:
         >>> accelerator.save_model(model, "export", max_shard_size="1GB")

@@ -17,7 +17,7 @@ from accel.config.deepspeed import DeepSpeedPlugin, active, get_active_deepspeed
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.env import Environment, patched
-from accel.machine.errors import ConfigError, NotBuiltError
+from accel.machine.errors import ConfigError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
@@ -91,7 +91,7 @@ def test_values_out_of_range_are_told_together() -> None:
 def test_fp16_on_a_cpu_and_ms_amp_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="'fp16' under DeepSpeed on a CPU"):
         plan_of(DeepSpeedPlugin(), mixed_precision="fp16")
-    with pytest.raises(NotBuiltError, match="enable_msamp"):
+    with pytest.raises(ConfigError, match="enable_msamp"):
         plan_of(DeepSpeedPlugin(enable_msamp=True))
 
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.config.fsdp import get_module_class_from_name
 from accel.machine.env import Environment, patched
-from accel.machine.errors import ConfigError, NotBuiltError, Problems
+from accel.machine.errors import ConfigError, Problems
 from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
 from accel.strategies.mesh.parallelize import build_formats
@@ -109,7 +109,7 @@ def test_what_has_no_translation_is_refused(arguments: dict[str, Any], words: st
 
 
 def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(NotBuiltError):
+    with pytest.raises(ConfigError):
         Plugin(activation_checkpointing=True, activation_checkpointing_offload=True)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from accel.machine.errors import (
     ConfigError,
-    NotBuiltError,
     Problem,
     Problems,
     nearest,
@@ -22,19 +21,11 @@ def test_problems_are_raised_together() -> None:
     problems.add_not_built("c=1", "Leave it out.")
     with pytest.raises(ConfigError) as caught:
         problems.raise_if()
-    assert not isinstance(caught.value, NotBuiltError)
     assert str(caught.value).splitlines() == [
         "a=1: it is 2. Give 2.",
         "b=1: it is 3. Give 3.",
         "c=1: this version does not offer it yet. Leave it out.",
     ]
-
-
-def test_missing_options_only_are_an_error_of_their_own() -> None:
-    problems = Problems()
-    problems.add_not_built("c=1", "Leave it out.")
-    with pytest.raises(NotBuiltError, match="c=1: this version does not offer it yet"):
-        problems.raise_if()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from accel import (
 )
 from accel.checkpoint import serialization
 from accel.checkpoint.export import export_model
-from accel.machine.errors import CheckpointError, ConfigError, NotBuiltError
+from accel.machine.errors import CheckpointError, ConfigError
 from accel.utils import OffloadedWeightsLoader, load_state_dict, set_module_tensor_to_device
 from tests.accel.weights.models import Direct, hook_of, inputs, on_meta
 from tests.benchmarks import bench_large
@@ -399,7 +399,7 @@ def test_legacy_files_may_be_mapped_in_memory(
 
 
 def test_other_options_are_refused() -> None:
-    with pytest.raises(NotBuiltError, match="full_state_dict=False"):
+    with pytest.raises(ConfigError, match="full_state_dict=False"):
         load_checkpoint_in_model(net(), "never looked at", full_state_dict=False)
     message = fails(load_checkpoint_in_model, net(), "never looked at", offload_8bit_bnb=True)
     for part in ("offload_8bit_bnb=True", "stay on their device", "4 bits"):
