@@ -103,7 +103,9 @@ class ProcessControl:
         """Return a context that each node's main process runs before the others of its node."""
         return self._goes_first(self.is_local_main_process)
 
-    def _only_if(self, here: bool, function: Function) -> Function:
+    def _only_if(self, here: bool, function: Function | None) -> Function:
+        if function is None:
+            return functools.partial(self._only_if, here)
         return function if here or not self.use_distributed else _nothing(function)
 
     def on_main_process(self, function: Function | None = None) -> Function:
@@ -112,8 +114,6 @@ class ProcessControl:
         Args:
             function: what to decorate; None returns the decorator (``@state.on_main_process()``).
         """
-        if function is None:
-            return self.on_main_process
         return self._only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
@@ -122,8 +122,6 @@ class ProcessControl:
         Args:
             function: what to decorate; None returns the decorator.
         """
-        if function is None:
-            return self.on_local_main_process
         return self._only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Function | None = None) -> Function:
@@ -132,8 +130,6 @@ class ProcessControl:
         Args:
             function: what to decorate; None returns the decorator.
         """
-        if function is None:
-            return self.on_last_process
         return self._only_if(self.is_last_process, function)
 
     def on_process(
@@ -145,8 +141,6 @@ class ProcessControl:
             function: what to decorate; None returns the decorator.
             process_index: index among all processes.
         """
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
         _require_index("process_index", process_index)
         return self._only_if(self.process_index == process_index, function)
 
@@ -159,8 +153,6 @@ class ProcessControl:
             function: what to decorate; None returns the decorator.
             local_process_index: index among the processes of a node.
         """
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
         _require_index("local_process_index", local_process_index)
         return self._only_if(self.local_process_index == local_process_index, function)
 
