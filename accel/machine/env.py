@@ -73,17 +73,8 @@ def integer(name: str, default: int | None = None) -> int | None:
 
     Raise `ConfigError` if it is no integer.
     """
-    value = os.environ.get(name, "").strip()
-    if not value:
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError.of(
-            f"{name}={value!r} (environment)",
-            "expected an integer",
-            f"Correct or unset {name}.",
-        ) from None
+    found = launcher_variables.integer(os.environ, name)
+    return default if found is None else found
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -199,15 +190,6 @@ def purge_accelerate_environment(func_or_cls: FunctionOrClass) -> FunctionOrClas
         _purge_derived_classes(func_or_cls)
         _purge_tests(func_or_cls)
         return func_or_cls
-
-    if inspect.iscoroutinefunction(func_or_cls):
-
-        @functools.wraps(func_or_cls)
-        async def purged_coroutine(*args: Any, **kwargs: Any) -> object:
-            with _restored("ACCELERATE_"):
-                return await func_or_cls(*args, **kwargs)
-
-        return cast(FunctionOrClass, purged_coroutine)
 
     @functools.wraps(func_or_cls)
     def purged(*args: Any, **kwargs: Any) -> object:

@@ -8,7 +8,6 @@ torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, …; other launchers have variables
 | MVAPICH2's mpirun | ``MV2_COMM_WORLD_*`` |
 | MPICH's and Intel's mpirun | ``PMI_*``, ``MPI_LOCALRANKID``, ``MPI_LOCALNRANKS`` |
 | Slurm's srun | ``SLURM_PROCID``, ``SLURM_LOCALID``, ``SLURM_STEP_*`` |
-| a PMIx server without the above | ``PMIX_RANK``, which gives no size |
 
 Source: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html;
     https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES;
@@ -44,7 +43,7 @@ class Launched:
 
     Args:
         source: the variable that gives the world size (or shows that there are several).
-        world_size: number of processes; at least, where `rank` is None.
+        world_size: number of processes.
         rank: index of this process; None: not given.
         local_rank: index on its node; None: not given.
         local_world_size: number of processes on this node; None: not given.
@@ -93,9 +92,8 @@ class Launched:
         missing = [name for name, value in names.items() if value is None]
         if not missing:
             return None
-        least = "" if self.rank is not None else "at least "
         return Problem(
-            f"{self.source} shows {least}{self.world_size} processes, and WORLD_SIZE is not set",
+            f"{self.source} shows {self.world_size} processes, and WORLD_SIZE is not set",
             f"a process group needs {', '.join(missing)}, which this launcher does not give; "
             "without it each process would train the full model by itself and write the same files",
             REMEDY,
@@ -110,26 +108,26 @@ def read(variables: Mapping[str, str]) -> Launched | None:
     Raises:
         ConfigError: for a number that is none.
     """
-    for reader in (_open_mpi, _mvapich, _pmi, _slurm, _pmix):
+    for reader in (_open_mpi, _mvapich, _pmi, _slurm):
         found = reader(variables)
         if found is not None:
             return found
     return None
 
 
-def _integer(variables: Mapping[str, str], name: str) -> int | None:
+def integer(variables: Mapping[str, str], name: str) -> int | None:
+    """Return a variable as a number, None where it is unset or empty, or raise `ConfigError`."""
     text = variables.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isdecimal():
-        rule = "expected an integer"
-        raise ConfigError.of(f"{name}={text!r} (environment)", rule, f"Correct or unset {name}.")
-    return int(text)
+    try:
+        return int(text) if text else None
+    except ValueError:
+        rule, remedy = "expected an integer", f"Correct or unset {name}."
+        raise ConfigError.of(f"{name}={text!r} (environment)", rule, remedy) from None
 
 
 def _several(variables: Mapping[str, str], name: str) -> int | None:
     """Return the number of processes in `name`, None for one."""
-    size = _integer(variables, name)
+    size = integer(variables, name)
     return size if size is not None and size > 1 else None
 
 
@@ -140,9 +138,9 @@ def _mpi(variables: Mapping[str, str], prefix: str) -> Launched | None:
     return Launched(
         f"{prefix}_SIZE={size}",
         size,
-        _integer(variables, f"{prefix}_RANK"),
-        _integer(variables, f"{prefix}_LOCAL_RANK"),
-        _integer(variables, f"{prefix}_LOCAL_SIZE"),
+        integer(variables, f"{prefix}_RANK"),
+        integer(variables, f"{prefix}_LOCAL_RANK"),
+        integer(variables, f"{prefix}_LOCAL_SIZE"),
         # In a Slurm job mpirun places the first rank on the first node.
         host=first_host(variables.get("SLURM_JOB_NODELIST", "")),
         job=_job(variables),
@@ -161,7 +159,7 @@ def _pmi(variables: Mapping[str, str]) -> Launched | None:
     size = _several(variables, "PMI_SIZE")
     if size is None:
         return None
-    rank = _integer(variables, "PMI_RANK")
+    rank = integer(variables, "PMI_RANK")
     slurm = _slurm(variables)  # srun --mpi=pmi2 sets the variables of both
     if slurm is not None and (slurm.world_size, slurm.rank) == (size, rank):
         return slurm
@@ -169,8 +167,8 @@ def _pmi(variables: Mapping[str, str]) -> Launched | None:
         f"PMI_SIZE={size}",
         size,
         rank,
-        _integer(variables, "MPI_LOCALRANKID"),
-        _integer(variables, "MPI_LOCALNRANKS"),
+        integer(variables, "MPI_LOCALRANKID"),
+        integer(variables, "MPI_LOCALNRANKS"),
         host=first_host(variables.get("SLURM_JOB_NODELIST", "")),
         job=_job(variables),
     )
@@ -187,21 +185,14 @@ def _slurm(variables: Mapping[str, str]) -> Launched | None:
     return Launched(
         f"SLURM_STEP_NUM_TASKS={size}",
         size,
-        _integer(variables, "SLURM_PROCID"),
-        _integer(variables, "SLURM_LOCALID"),
+        integer(variables, "SLURM_PROCID"),
+        integer(variables, "SLURM_LOCALID"),
         _tasks_here(variables, size),
         host=first_host(nodes),
         port=int(ports[0]) if ports else None,
         job=_job(variables),
         devices=int(gpus[1]) if gpus else None,
     )
-
-
-def _pmix(variables: Mapping[str, str]) -> Launched | None:
-    size, rank = _several(variables, "PMIX_SIZE"), _integer(variables, "PMIX_RANK") or 0
-    if size is not None:
-        return Launched(f"PMIX_SIZE={size}", size, rank, job=_job(variables))
-    return Launched(f"PMIX_RANK={rank}", rank + 1) if rank > 0 else None
 
 
 def _job(variables: Mapping[str, str]) -> str:
@@ -215,10 +206,10 @@ def _job(variables: Mapping[str, str]) -> str:
 def _tasks_here(variables: Mapping[str, str], size: int) -> int | None:
     """Return the number of tasks of a Slurm step on this node."""
     tasks = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _integer(variables, "SLURM_NODEID") or 0
+    node = integer(variables, "SLURM_NODEID") or 0
     if sum(tasks) == size and node < len(tasks):
         return tasks[node]
-    return size if _integer(variables, "SLURM_STEP_NUM_NODES") == 1 else None
+    return size if integer(variables, "SLURM_STEP_NUM_NODES") == 1 else None
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -55,7 +55,6 @@ TWO_NODES = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": 4}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (TWO_NODES, "MASTER_ADDR"),
     ({"PMI_SIZE": 2, "PMI_RANK": 1}, "local rank, processes per node, MASTER_ADDR, MASTER_PORT"),
-    ({"PMIX_RANK": 1}, "rank, local rank"),
     ({"MV2_COMM_WORLD_SIZE": 2, "MV2_COMM_WORLD_RANK": 0}, "local rank"),
     ({"SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0}, "local rank"),
     ({"OMPI_COMM_WORLD_SIZE": 2}, "rank"),
