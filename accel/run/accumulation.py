@@ -49,7 +49,6 @@ class Accumulation:
         self.gradient_state = GradientState(self.plan.accumulation)
         self.scaler = self.strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
-        self._model_types: set[type] = set()
         self._divides_loss = not self.strategy.spec.owns_accumulation
         self._has_windows = False
 
@@ -123,21 +122,9 @@ class Accumulation:
             ...         scheduler.step()
             ...         optimizer.zero_grad()
         """
-        for model in models:
-            if type(model) not in self._model_types:  # no call for what was seen before
-                self._admit_model(model)
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
         return _MicroBatchContext(self, self.strategy, models, sync_gradients)
-
-    def _admit_model(self, model: torch.nn.Module) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError.of(
-                f"accumulate({model!r})",
-                "each argument is a model, a torch.nn.Module",
-                "Give the prepared models: accumulate(model), or accumulate(first, second).",
-            )
-        self._model_types.add(type(model))
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:

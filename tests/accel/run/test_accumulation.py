@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, GradientAccumulationPlugin
 from accel.comm.ops import gather_object
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, GradientState
 from tests.helpers import run_distributed
 
@@ -395,13 +394,3 @@ def batches_where_none_joins() -> list[int]:
 
 def test_batches_stay_even_where_processes_cannot_join() -> None:
     assert run_distributed(batches_where_none_joins, 2) == [[3, 3]] * 2
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_what_is_no_model_is_refused(steps: int) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    for wrong in ("m", [model], None):
-        with pytest.raises(ConfigError, match="each argument is a model"):
-            accelerator.accumulate(wrong)
-    assert accelerator.step == 0
