@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,8 +22,7 @@ from accel.config.handlers import (
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.machine.enums import FP8BackendType, RNGType
-from accel.machine.errors import ConfigError, Problems
-from accel.plan.arguments import Arguments
+from accel.machine.errors import Problems
 from accel.plan.dims import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
 from accel.plan.plan import usable_rng_types
 
@@ -59,17 +58,8 @@ class RunSettings:
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of a step: no, fp16, bf16 or fp8; it cannot be set."""
+        """The number format of a step: no, fp16, bf16 or fp8."""
         return self.plan.mixed_precision
-
-    @mixed_precision.setter
-    def mixed_precision(self, mixed_precision: object) -> NoReturn:
-        raise ConfigError.of(
-            f"accelerator.mixed_precision={mixed_precision!r}",
-            f"this run was set up with {self.plan.mixed_precision!r}, which cannot change",
-            "Give it to the first Accelerator(mixed_precision=…), or compute a block in full "
-            "precision with accelerator.autocast(AutocastKwargs(enabled=False)).",
-        )
 
     @property
     def fp8_enabled(self) -> bool:
@@ -297,7 +287,6 @@ class RunSettings:
 
     @dataloader_config.setter
     def dataloader_config(self, dataloader_config: DataLoaderConfiguration) -> None:
-        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
         self._change(dataloader=dataloader_config)
 
     @property
@@ -366,12 +355,7 @@ class RunSettings:
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, step_scheduler_with_optimizer: bool) -> None:
-        found = Problems()
-        name = "step_scheduler_with_optimizer"
-        arguments = Arguments(step_scheduler_with_optimizer=step_scheduler_with_optimizer)
-        value = getattr(arguments.checked(found), name)
-        found.raise_if()
-        self._change(**{name: value})
+        self._change(step_scheduler_with_optimizer=step_scheduler_with_optimizer)
 
     @property
     def rng_types(self) -> tuple[str, ...]:
@@ -392,7 +376,6 @@ class RunSettings:
 
     @project_configuration.setter
     def project_configuration(self, project_configuration: ProjectConfiguration) -> None:
-        _check_kind("project_configuration", project_configuration, ProjectConfiguration)
         self._change(project=project_configuration)
 
     @property
@@ -409,9 +392,3 @@ class RunSettings:
     def save_iteration(self) -> int:
         """The number of the next automatically named checkpoint."""
         return self.plan.project.iteration
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        rule, remedy = f"it is a {kind.__name__}", f"Give {kind.__name__}(…)."
-        raise ConfigError.of(f"accelerator.{name}={value!r}", rule, remedy)
