@@ -21,6 +21,7 @@ from accel.config.training import (
 )
 from accel.logging import get_logger
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
+from accel.machine.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer
 from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
 from accel.plan.plan import resolve
@@ -32,7 +33,7 @@ from accel.run.preparation import Preparation
 from accel.run.settings import RunSettings
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, current_environment, settled_arguments
-from accel.strategies.base import Objects, strategy_class
+from accel.strategies.base import Objects, Strategy
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -179,7 +180,7 @@ class Accelerator(
         self.comm = self.state.comm
         self.device = self.state.device
         self.precision = build_precision(plan)
-        kind = strategy_class(plan.spec)  # imported only where it is chosen
+        kind: type[Strategy] = load_attribute(plan.spec.place)  # imported only where it is chosen
         self.strategy = kind(plan, self.comm, self.device, self.precision)
         self._objects = Objects()
         self._start_accumulation()

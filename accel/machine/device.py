@@ -171,12 +171,6 @@ KINDS = {
 
 def device_kind(name: str) -> DeviceKind:
     """Return a row of the table, or raise `ConfigError` for an unknown kind."""
-    if name == "tpu":  # of torch-tpu, the successor of torch_xla
-        raise ConfigError.of(
-            "device='tpu'",
-            "it is the device of torch-tpu, under which nothing has been tried yet",
-            "Uninstall torch-tpu, install accel-runner[xla], and use device='xla'.",
-        )
     if name not in KINDS:
         raise ConfigError(unknown_choice("device", name, KINDS))
     return KINDS[name]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel.machine.enums import FP8BackendType
-from accel.machine.errors import ConfigError, unknown_choice
 from accel.precision.amp import AmpPrecision
-from accel.precision.base import COMPUTE_DTYPES, Precision
+from accel.precision.base import Precision
 
 if TYPE_CHECKING:
     from accel.plan.plan import Plan
@@ -18,8 +17,6 @@ def build_precision(plan: Plan) -> Precision:
     name = plan.mixed_precision
     if name == "no":
         return Precision()
-    if name not in COMPUTE_DTYPES:
-        raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))
     if plan.fp8.backend == FP8BackendType.AO:
         from accel.precision.fp8 import TorchaoPrecision
 

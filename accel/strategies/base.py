@@ -20,8 +20,7 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.comm.ops import send_to_device
 from accel.logging import get_logger
 from accel.machine.device import copies_in_order
-from accel.machine.errors import ConfigError, Problem, StateError
-from accel.machine.imports import load_attribute
+from accel.machine.errors import Problem, StateError
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights
 from accel.precision.amp import StepScaler
@@ -407,18 +406,6 @@ def make_scaler(plan: Plan) -> StepScaler | None:
     """Return the gradient scaler of fp16; None in other formats."""
     is_scaled = plan.mixed_precision == "fp16"
     return StepScaler(plan.device_type, **plan.scaler.to_kwargs()) if is_scaled else None
-
-
-def strategy_class(spec: StrategySpec) -> type[Strategy]:
-    """Import and return the class of a strategy; `ConfigError` if `spec.place` leads to none."""
-    found = load_attribute(spec.place)
-    if isinstance(found, type) and issubclass(found, Strategy):
-        return found
-    raise ConfigError.of(
-        f"strategy {spec.name!r}: StrategySpec.place={spec.place!r}",
-        f"it is a subclass of accel.strategies.base.Strategy, not {found!r}",
-        "Name the class as 'module:class'.",
-    )
 
 
 @final

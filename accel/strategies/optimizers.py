@@ -41,11 +41,6 @@ NO_DTENSOR = frozenset({"Adafactor", "LBFGS", "Rprop"})
 QUANTIZING = ("torchao.optim", "bitsandbytes.optim")
 
 
-def whole_tensor_kind(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name by which the class of `optimizer`, or a base, is in `WHOLE_TENSOR`."""
-    return _kind(optimizer, WHOLE_TENSOR)
-
-
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the `step` of `optimizer` is that of a class in `ELEMENTWISE`."""
     for kind in type(optimizer).__mro__:
@@ -54,13 +49,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _kind(optimizer: torch.optim.Optimizer, names: frozenset[str]) -> str | None:
+def named_kind(optimizer: torch.optim.Optimizer, names: frozenset[str]) -> str | None:
+    """Return the name by which the class of `optimizer`, or a base of it, is in `names`."""
     return next((k.__name__ for k in type(optimizer).__mro__ if k.__name__ in names), None)
-
-
-def fails_on_shards(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name under which the class of `optimizer`, or a base of it, is in `NO_DTENSOR`."""
-    return _kind(optimizer, NO_DTENSOR)
 
 
 def quantized_kind(optimizer: torch.optim.Optimizer) -> str | None:

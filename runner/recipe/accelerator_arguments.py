@@ -111,9 +111,9 @@ def _batch_plan(recipe: Recipe) -> BatchPlan:
 
 def _check_plan(recipe: Recipe) -> None:
     """Raise what the engine has to say against a recipe, in the recipe's words."""
+    from accel.machine.imports import load_attribute
     from accel.plan.arguments import Arguments
     from accel.plan.plan import resolve
-    from accel.strategies.base import strategy_class
 
     if processes.lacks_expected_accelerators():  # checked when the job starts
         return
@@ -125,7 +125,7 @@ def _check_plan(recipe: Recipe) -> None:
     with of_the_recipe():
         spec = resolve(Arguments.of(arguments(recipe, batch_plan, here)), here).spec
         if not spec.place.startswith("accel."):  # ours takes a second, and the workers load it
-            strategy_class(spec)
+            load_attribute(spec.place)
 
 
 def _check_clipping(recipe: Recipe) -> None:

@@ -23,8 +23,8 @@ from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.strategies.optimizers import (
     WHOLE_TENSOR,
     is_elementwise,
+    named_kind,
     quantized_kind,
-    whole_tensor_kind,
 )
 
 if TYPE_CHECKING:
@@ -458,7 +458,7 @@ def check_kind(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
         )
     if not flat or settings.allows_untested is not None or quantized is not None:
         return
-    kind = whole_tensor_kind(optimizer)
+    kind = named_kind(optimizer, WHOLE_TENSOR)
     if isinstance(optimizer, DummyOptim):  # DeepSpeed's own Muon knows which weights are matrices
         kind = str(value_at(settings.config, "optimizer.type"))
         kind = next((k for k in WHOLE_TENSOR - {"Muon"} if k.lower() == kind.lower()), None)

@@ -53,7 +53,7 @@ from accel.strategies.mesh.torch_internals import (
     unsharded_and_sharded,
 )
 from accel.strategies.mesh.units import check_classes
-from accel.strategies.optimizers import fails_on_shards, quantized_kind
+from accel.strategies.optimizers import NO_DTENSOR, named_kind, quantized_kind
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -247,7 +247,7 @@ class MeshStrategy(Strategy):
 
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose first step fails on DTensors."""
-        kind = fails_on_shards(optimizer)
+        kind = named_kind(optimizer, NO_DTENSOR)
         if kind is not None and any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
             raise ConfigError.of(
                 f"prepare: {kind} with {self.plan.strategy}",

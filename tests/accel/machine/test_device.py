@@ -64,8 +64,6 @@ def test_a_tpu_wants_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "is_available", lambda package: False)
     with pytest.raises(MissingPackageError, match=r"device='xla'.*torch_xla.*accel-runner\[xla\]"):
         device.resolve_device("xla", 0)
-    with pytest.raises(ConfigError, match=r"device='tpu'.*torch-tpu.*accel-runner\[xla\]"):
-        device.resolve_device("tpu", 0)
 
 
 def test_torch_xla_is_the_default_where_its_runtime_is_chosen(

@@ -5,15 +5,10 @@ Holds E5, X1.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from accel import Accelerator
-from accel.machine.errors import ConfigError
-from accel.strategies import table
-from accel.strategies.base import strategy_class
 from tests.helpers import run_distributed
 
 NUM_MICRO_BATCHES = 3
@@ -75,9 +70,3 @@ def test_the_window_ends_whatever_the_strategy_does(
         assert not accelerator.sync_gradients
     accelerator.forward_backward(model, batches()[:count], loss_of)
     assert (accelerator.sync_gradients, accelerator.step) == (True, 0)
-
-
-def test_a_place_without_a_strategy_is_refused() -> None:
-    spec = replace(table.DDP, name="mine", place=f"{__name__}:batches")
-    with pytest.raises(ConfigError, match="it is a subclass of accel"):
-        strategy_class(spec)
