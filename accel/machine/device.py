@@ -66,7 +66,7 @@ class DeviceKind:
 
     def free_memory(self, index: int) -> int:
         """Return the bytes that are free on the device `index`."""
-        return int(torch.accelerator.get_memory_info(index)[0])
+        return int(torch.get_device_module(self.name).mem_get_info(index)[0])
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work queued on `device` is done."""
