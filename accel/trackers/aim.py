@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, images_of, on_main_process
+from accel.trackers.base import LibraryTracker, Values, images_of, on_main_process
 
 Options = Mapping[str, Mapping[str, object]]
 
@@ -25,7 +25,7 @@ class AimTracker(LibraryTracker):
     """
 
     name = "aim"
-    library = "aim:Run"
+    id_path = "hash"
     alias = "writer"
     requires_logging_directory = True
 
@@ -48,11 +48,6 @@ class AimTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.close()
 
-    @property
-    def run_id(self) -> str | None:
-        """The run's hash."""
-        return None if self._run is None else str(self._run.hash)
-
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments of `aim.Run` that continue a run."""
@@ -61,17 +56,11 @@ class AimTracker(LibraryTracker):
     def _configure(self, values: dict[str, Any]) -> None:
         self.tracker["hparams"] = values
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         from aim import Text
 
-        for name, value in {**numbers, **{n: Text(text) for n, text in texts.items()}}.items():
+        texts = {name: Text(text) for name, text in values.texts.items()}
+        for name, value in {**values.numbers, **texts}.items():
             self.tracker.track(value, name=name, step=step, **kwargs)
 
     @on_main_process

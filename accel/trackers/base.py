@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -140,6 +141,14 @@ class GeneralTracker:
         self.finish()
 
 
+class Values(NamedTuple):
+    """Values of one step by name: numbers and texts, or images as `images_of` returns them."""
+
+    numbers: Mapping[str, float]
+    texts: Mapping[str, str]
+    images: Mapping[str, list[Any]]
+
+
 class LibraryTracker(GeneralTracker):
     """Base of trackers that are one run object of a library: opened once, closed once.
 
@@ -153,7 +162,8 @@ class LibraryTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
-    library: ClassVar[str] = ""  # "module:class" of the run object
+    id_path: ClassVar[str] = "id"  # of the run object's attribute that is its id
+    flushes: ClassVar[bool] = False  # whether the run object buffers, and has a `flush`
     alias: ClassVar[str] = ""  # the run object, as an attribute that the documentation names
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -173,16 +183,19 @@ class LibraryTracker(GeneralTracker):
         """Record hyper-parameters in the types that every library stores, nested as they are."""
         raise NotImplementedError(f"{type(self).__name__} does not store configurations.")
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
-        """Record values of one step: numbers and texts, or images as `images_of` returns them."""
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
+        """Record values of one step."""
         raise NotImplementedError(f"{type(self).__name__} does not log values.")
+
+    @property
+    def run_id(self) -> str | None:
+        """The library's id of the open run."""
+        return None if self._run is None else str(attrgetter(self.id_path)(self._run))
+
+    def flush(self) -> None:
+        """Write what the library buffers."""
+        if self.flushes and self._run is not None:
+            self._run.flush()
 
     @property
     def tracker(self) -> Any:
@@ -227,7 +240,7 @@ class LibraryTracker(GeneralTracker):
             kwargs: for the library's own call.
         """
         numbers, texts = scalars_and_texts(values)
-        self._write(numbers, texts, {}, step, **kwargs)
+        self._write(Values(numbers, texts, {}), step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -239,7 +252,7 @@ class LibraryTracker(GeneralTracker):
             kwargs: for the library's own image or call.
         """
         images = {name: images_of(found) for name, found in values.items()}
-        self._write({}, {}, images, step, **kwargs)
+        self._write(Values({}, {}, images), step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

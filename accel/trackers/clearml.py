@@ -9,12 +9,12 @@ Source: https://clear.ml/docs/latest/docs/references/sdk/task
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accel.logging import get_logger
 from accel.machine import env
-from accel.trackers.base import LibraryTracker, numbered, on_main_process
+from accel.trackers.base import LibraryTracker, Values, numbered, on_main_process
 
 logger = get_logger(__name__)
 SPLITS = ("train", "validation", "eval", "test")
@@ -33,8 +33,8 @@ class ClearMLTracker(LibraryTracker):
     """
 
     name = "clearml"
-    library = "clearml:Task"
     alias = "task"
+    flushes = True
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -59,17 +59,6 @@ class ClearMLTracker(LibraryTracker):
                 run.mark_failed(status_message="the run ended with an exception")
             run.close()
 
-    @on_main_process
-    def flush(self) -> None:
-        """Write what the library's threads have yet to write."""
-        if self._run is not None:
-            self._run.flush()
-
-    @property
-    def run_id(self) -> str | None:
-        """The task's id."""
-        return None if self._run is None else str(self._run.id)
-
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments of `Task.init` that continue a task, its steps as they are."""
@@ -78,17 +67,10 @@ class ClearMLTracker(LibraryTracker):
     def _configure(self, values: dict[str, Any]) -> None:
         self.tracker.connect(values)  # ClearML joins the names of nested ones
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         report = self.tracker.get_logger()
-        said = dict(texts)
-        for name, value in numbers.items():
+        said = dict(values.texts)
+        for name, value in values.numbers.items():
             if not math.isfinite(value):
                 logger.warning_once(
                     "clearml: values of %s that are not finite are in the text log alone: ClearML "
@@ -105,7 +87,7 @@ class ClearMLTracker(LibraryTracker):
                 )
         for name, text in said.items():
             report.report_text(f"{name}: {text}" if step is None else f"{step}: {name}: {text}")
-        for name, found in images.items():
+        for name, found in values.images.items():
             title, series = _chart(name)
             for place, image in numbered(series, found):
                 report.report_image(

@@ -7,11 +7,10 @@ Source: https://www.comet.com/docs/v2/api-and-sdk/python-sdk/reference/start/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from accel.machine.errors import ConfigError
-from accel.trackers.base import LibraryTracker, on_main_process
+from accel.trackers.base import LibraryTracker, Values
 
 
 class CometMLTracker(LibraryTracker):
@@ -23,8 +22,8 @@ class CometMLTracker(LibraryTracker):
     """
 
     name = "comet_ml"
-    library = "comet_ml:CometExperiment"
     alias = "writer"
+    flushes = True
 
     def _open(self) -> object:
         import comet_ml
@@ -41,12 +40,6 @@ class CometMLTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
-    @on_main_process
-    def flush(self) -> None:
-        """Write what the library's threads have yet to write."""
-        if self._run is not None:
-            self._run.flush()
-
     @property
     def run_id(self) -> str | None:
         """The experiment's key."""
@@ -61,21 +54,14 @@ class CometMLTracker(LibraryTracker):
     def _configure(self, values: dict[str, Any]) -> None:
         self.tracker.log_parameters(values)  # Comet joins the names of nested ones
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         if step is not None:
             self.tracker.set_step(step)
-        if numbers:
-            self.tracker.log_metrics(numbers, step=step, **kwargs)
-        for name, text in texts.items():
+        if values.numbers:
+            self.tracker.log_metrics(values.numbers, step=step, **kwargs)
+        for name, text in values.texts.items():
             self.tracker.log_other(name, text)
-        for name, found in images.items():
+        for name, found in values.images.items():
             for image in found:
                 # Comet would stretch bytes to its full range.
                 is_bytes = str(getattr(image, "dtype", "")) == "uint8"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -49,11 +50,9 @@ class CSVTracker(GeneralTracker):
         """Read the columns of an existing file, and remove the rows that are logged again."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
-        purge = self._purge_step
-        if purge is not None:
-            kept = [row for row in rows if not is_from(row[STEP], purge)]
-            if len(kept) < len(rows):
-                self._rewrite(kept)
+        if self._columns:  # without a last row that was cut off
+            purge = self._purge_step
+            self._rewrite([one for one in rows if purge is None or not is_from(one[STEP], purge)])
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, object]) -> None:
@@ -99,13 +98,10 @@ class CSVTracker(GeneralTracker):
         """Return columns and rows of the file; a last row that was cut off is left out."""
         if not self.path.is_file():
             return [], []
-        text = self.path.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]
-        if complete != text:
-            self._replace(complete)
         with self.path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            return list(reader.fieldnames or []), list(reader)
+            text = file.read()
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        return list(reader.fieldnames or []), list(reader)
 
     def _rewrite(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Replace the file with `rows`; cut off, it stays as it was."""
@@ -114,11 +110,6 @@ class CSVTracker(GeneralTracker):
             writer = csv.DictWriter(file, self._columns or [], restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        partial.replace(self.path)
-
-    def _replace(self, text: str) -> None:
-        partial = self.path.with_name(".metrics.csv.partial")
-        partial.write_text(text, encoding="utf-8", newline="")
         partial.replace(self.path)
 
 

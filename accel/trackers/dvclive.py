@@ -5,12 +5,11 @@ Source: https://dvc.org/doc/dvclive/live
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel.logging import get_logger
-from accel.trackers.base import LibraryTracker, numbered, on_main_process
+from accel.trackers.base import LibraryTracker, Values, numbered, on_main_process
 
 logger = get_logger(__name__)
 
@@ -25,7 +24,7 @@ class DVCLiveTracker(LibraryTracker):
     """
 
     name = "dvclive"
-    library = "dvclive:Live"
+    id_path = "dir"
     alias = "live"
 
     def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
@@ -79,11 +78,6 @@ class DVCLiveTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
-    @property
-    def run_id(self) -> str | None:
-        """The folder."""
-        return None if self._run is None else str(self._run.dir)
-
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments of `dvclive.Live` that append to a folder."""
@@ -94,21 +88,14 @@ class DVCLiveTracker(LibraryTracker):
         if self._run is not None:
             self._run.log_params(values)
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         live = self.tracker
         if step is not None:
             live.step = step
-        for name, value in {**numbers, **texts}.items():
+        for name, value in {**values.numbers, **values.texts}.items():
             live.log_metric(name, value, **kwargs)
-        for name, found in images.items():
+        for name, found in values.images.items():
             for file, image in numbered(name, found):
                 live.log_image(f"{file}.png", image, **kwargs)
-        if not images:
+        if not values.images:
             live.next_step()

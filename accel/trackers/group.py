@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.logging import get_logger
 from accel.machine.errors import ConfigError, Problem, StateError, nearest
-from accel.machine.imports import load_attribute
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import OWN, REGISTERED, TRACKERS
 
@@ -112,7 +111,7 @@ class TrackerGroup:
 
     def _start(self, tracker: GeneralTracker) -> None:
         with self._told_of_arguments(tracker.name):
-            _call(tracker, "start")
+            tracker.start()
         if self._opening.config is not None:
             tracker.store_init_configuration(dict(self._opening.config))
 
@@ -138,7 +137,7 @@ class TrackerGroup:
                 if self._is_used or tracker in self.log_with:
                     self._warn_of_another(tracker)
                 else:
-                    _call(tracker, "discard")
+                    tracker.discard()
                     self.trackers[index] = self._build(type(tracker))
                     self._start(self.trackers[index])
                     del self._resumed[tracker.name]
@@ -211,7 +210,8 @@ class TrackerGroup:
         """Record images in every tracker that has them: `Accelerator.log_images`."""
         self._check_names("log_kwargs", own)
         self._use("log_images")
-        able = [tracker for tracker in self.trackers if _has_images(tracker)]
+        nothing = GeneralTracker.log_images
+        able = [one for one in self.trackers if type(one).log_images is not nothing]
         for tracker in self.trackers:
             if not able:
                 raise NotImplementedError(f"The tracker {tracker.name!r} does not log images.")
@@ -221,7 +221,7 @@ class TrackerGroup:
 
     def flush(self) -> None:
         """Write what the trackers buffer, so that a kill does not lose it."""
-        _each(self.trackers, lambda one: _call(one, "flush"))
+        _each(self.trackers, lambda one: one.flush())
 
     def finish(self, failed: bool = False) -> None:
         """Close every tracker, once.
@@ -276,22 +276,10 @@ def _run_id(tracker: GeneralTracker) -> str | None:
     return None if found is None or callable(found) else str(found)
 
 
-def _call(tracker: GeneralTracker, name: str) -> None:
-    """Call an optional method, where a user's class has not something else under its name."""
-    method = getattr(tracker, name, None)
-    if callable(method):
-        method()
-
-
-def _has_images(tracker: GeneralTracker) -> bool:
-    return type(tracker).log_images is not GeneralTracker.log_images
-
-
 class SilentTracker(GeneralTracker):
     """Stands for a tracker on a process where that does not log: its methods do nothing.
 
-    It has the attributes that the tracker has on the main process: those of its class, and of the
-    run object of its library. Those that are no methods are None.
+    The attribute that is the run object of a library is None.
 
     Args:
         choice: the tracker's class, or the tracker.
@@ -323,17 +311,7 @@ class SilentTracker(GeneralTracker):
     def __getattr__(self, name: str) -> Callable[..., None] | None:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name == getattr(self._choice, "alias", None):
-            return None
-        place = getattr(self._choice, "library", "")
-        for owner in (self._choice, load_attribute(place) if place else None):
-            if hasattr(owner, name):
-                found = inspect.getattr_static(owner, name)
-                return _nothing if callable(found) or hasattr(found, "__func__") else None
-        raise AttributeError(
-            f"The class of the tracker {self.name!r} has no attribute {name!r}, and this process "
-            "has no run: ask inside `if accelerator.is_main_process:`."
-        )
+        return None if name == getattr(self._choice, "alias", None) else _nothing
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel.logging import get_logger
 from accel.machine import env
 from accel.machine.errors import ConfigError
-from accel.trackers.base import LibraryTracker, flatten, numbered, on_main_process
+from accel.trackers.base import LibraryTracker, Values, flatten, numbered, on_main_process
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -44,7 +44,7 @@ class MLflowTracker(LibraryTracker):
     """
 
     name = "mlflow"
-    library = "mlflow:ActiveRun"
+    id_path = "info.run_id"
     alias = "active_run"
 
     def __init__(
@@ -125,11 +125,6 @@ class MLflowTracker(LibraryTracker):
             if not self._client.get_run(run_id).data.metrics:
                 self._client.delete_run(run_id)
 
-    @property
-    def run_id(self) -> str | None:
-        """The run's id."""
-        return None if self._run is None else str(self._run.info.run_id)
-
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments that continue a run."""
@@ -161,22 +156,15 @@ class MLflowTracker(LibraryTracker):
         for start in range(0, len(params), BATCH):
             self._client.log_batch(run_id, params=params[start : start + BATCH])
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         import mlflow
 
         run_id = self.tracker.info.run_id
-        if numbers:
-            mlflow.log_metrics(numbers, step=step, run_id=run_id, **kwargs)
-        for name, text in texts.items():
+        if values.numbers:
+            mlflow.log_metrics(values.numbers, step=step, run_id=run_id, **kwargs)
+        for name, text in values.texts.items():
             self._client.set_tag(run_id, name, text)
-        for name, found in images.items():
+        for name, found in values.images.items():
             for key, image in numbered(name, found, "/"):
                 self._client.log_image(run_id, image, key=key, step=step, **kwargs)
 

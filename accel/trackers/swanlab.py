@@ -9,10 +9,9 @@ Source: https://docs.swanlab.cn/en/api/py-init.html
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from accel.trackers.base import LibraryTracker
+from accel.trackers.base import LibraryTracker, Values
 
 OLDER_ARGUMENTS = ("experiment_name", "notes", "logdir")  # of `swanlab.init`
 
@@ -26,7 +25,6 @@ class SwanLabTracker(LibraryTracker):
     """
 
     name = "swanlab"
-    library = "swanlab:Run"
     alias = "run"
 
     def _open(self) -> object:
@@ -43,11 +41,6 @@ class SwanLabTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.finish(state="crashed" if self.failed else "success")
 
-    @property
-    def run_id(self) -> str | None:
-        """The experiment's id."""
-        return None if self._run is None else str(self._run.id)
-
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
         """Return the arguments of `swanlab.init` that continue an experiment."""
@@ -56,19 +49,15 @@ class SwanLabTracker(LibraryTracker):
     def _configure(self, values: dict[str, Any]) -> None:
         self.tracker.config.update(values)
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         import swanlab
 
-        media = {name: swanlab.Text(text) for name, text in texts.items()}
-        if images:
-            shown = {n: [swanlab.Image(i, **kwargs) for i in found] for n, found in images.items()}
+        if values.images:
+            images = values.images.items()
+            shown = {
+                name: [swanlab.Image(one, **kwargs) for one in found] for name, found in images
+            }
             self.tracker.log(shown, step=step)
         else:
-            self.tracker.log({**numbers, **media}, step=step, **kwargs)
+            texts = {name: swanlab.Text(text) for name, text in values.texts.items()}
+            self.tracker.log({**values.numbers, **texts}, step=step, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.trackers.base import LibraryTracker, flatten, numbered, numbers, on_main_process
+from accel.trackers.base import LibraryTracker, Values, flatten, numbered, numbers, on_main_process
 
 HPARAM_TYPES = (bool, int, float, str)
 
@@ -29,8 +29,8 @@ class TensorBoardTracker(LibraryTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    library = "torch.utils.tensorboard:SummaryWriter"
     alias = "writer"
+    flushes = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -101,15 +101,8 @@ class TensorBoardTracker(LibraryTracker):
         else:
             super().log_images(values, step, **kwargs)
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
-        for name, found in images.items():
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
+        for name, found in values.images.items():
             arrays = [_channels_last(image) for image in found]
             if len({array.shape for array in arrays}) == 1:  # TensorBoard puts them side by side
                 arrays = [np.stack(arrays)]
@@ -118,12 +111,6 @@ class TensorBoardTracker(LibraryTracker):
                 add = self.tracker.add_images if array.ndim == 4 else self.tracker.add_image
                 add(tag, array, global_step=step, dataformats=order, **kwargs)
         self.tracker.flush()
-
-    @on_main_process
-    def flush(self) -> None:
-        """Write the events that are buffered."""
-        if self._run is not None:
-            self._run.flush()
 
 
 def _channels_last(image: Any) -> np.ndarray[Any, Any]:

@@ -5,7 +5,6 @@ Source: https://huggingface.co/docs/trackio/index
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from accel.trackers.base import (
     LibraryTracker,
+    Values,
     detached,
     flatten,
     number,
@@ -30,7 +30,7 @@ class TrackioTracker(LibraryTracker):
     """
 
     name = "trackio"
-    library = "trackio:Run"
+    id_path = "name"  # unique in its project
     alias = "run"
 
     def _open(self) -> object:
@@ -46,11 +46,6 @@ class TrackioTracker(LibraryTracker):
             trackio.finish()  # or it is finished again at the exit of the process
         else:
             run.finish()
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's name, unique in its project."""
-        return None if self._run is None else str(self._run.name)
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
@@ -72,16 +67,9 @@ class TrackioTracker(LibraryTracker):
         if found:
             self.tracker.log(found, step=step, **kwargs)
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         import trackio
 
-        for name, found in images.items():
+        for name, found in values.images.items():
             shown = [trackio.Image(image, **kwargs) for image in found]
             self.tracker.log(dict(numbered(name, shown, "/")), step=step)

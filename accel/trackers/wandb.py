@@ -7,10 +7,10 @@ Source: https://docs.wandb.ai/ref/python/sdk/functions/init
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, detached, on_main_process
+from accel.trackers.base import LibraryTracker, Values, detached, on_main_process
 
 
 class WandBTracker(LibraryTracker):
@@ -25,7 +25,6 @@ class WandBTracker(LibraryTracker):
     """
 
     name = "wandb"
-    library = "wandb:Run"
     alias = "run"
 
     def _open(self) -> object:
@@ -35,11 +34,6 @@ class WandBTracker(LibraryTracker):
 
     def _close(self, run: Any) -> None:
         run.finish(exit_code=1 if self.failed else None)
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's id."""
-        return None if self._run is None else str(self._run.id)
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, object]:
@@ -54,19 +48,11 @@ class WandBTracker(LibraryTracker):
         """Record numbers, text, or anything else that `wandb.log` takes."""
         self.tracker.log(detached(values), step=step, **kwargs)
 
-    def _write(
-        self,
-        numbers: Mapping[str, float],
-        texts: Mapping[str, str],
-        images: Mapping[str, list[Any]],
-        step: int | None,
-        **kwargs: Any,
-    ) -> None:
+    def _write(self, values: Values, step: int | None, **kwargs: Any) -> None:
         import wandb
 
-        shown = {
-            n: [wandb.Image(image, **kwargs) for image in found] for n, found in images.items()
-        }
+        images = values.images.items()
+        shown = {name: [wandb.Image(image, **kwargs) for image in found] for name, found in images}
         self.tracker.log(shown, step=step)
 
     @on_main_process
