@@ -58,9 +58,6 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-_BEGUN = ("under way", "left")
-
-
 def positions(loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
     """Return the position of each loader that knows one (torchdata's), which is this rank's own."""
     return [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in loaders]
@@ -71,71 +68,37 @@ def load_positions(
 ) -> None:
     """Take over what `positions` returned on this rank.
 
-    Ranks may have been at different batches of a pass. One that had read its last gets an empty
-    pass where others resume theirs, so that all begin the next one together.
-
     Raises:
         CheckpointError: if a loader knows its position and no state was saved for it, or ranks were
             in different epochs.
     """
     stateful = {i: one for i, one in enumerate(loaders) if hasattr(one, "load_state_dict")}
     states = {index: saved[index] if index < len(saved) else None for index in stateful}
-    mine = {index: _standing(state) for index, state in states.items()}
+    mine = {index: _epoch(state) for index, state in states.items()}
     ranks = comm.all_gather_object(mine) if stateful and comm.world_size > 1 else [mine]
     for index in stateful:
-        missing = [rank for rank, found in enumerate(ranks) if found[index] is None]
-        if missing:
-            rule = f"the checkpoint holds no position of it on rank {missing[0]}"
+        found = [epochs[index] for epochs in ranks]
+        if None in found:
+            rule = f"the checkpoint holds no position of it on rank {found.index(None)}"
             remedy = (
                 "Resume with use_stateful_dataloader, and as many processes and replicas of the "
                 "model as when it was saved."
             )
             raise CheckpointError(Problem(f"stateful data loader {index}", rule, remedy))
+        if len(set(found) - {_NONE}) > 1:
+            value = f"stateful data loader {index}, saved in epochs {found} of the ranks"
+            rule = "a pass begins on all ranks together"
+            raise CheckpointError(Problem(value, rule, "Save on all ranks in the same epoch."))
     for index, loader in stateful.items():
-        found: list[Any] = [standing[index] for standing in ranks]
-        behind = _furthest_behind(index, found)
-        if behind is None:
-            loader.load_state_dict(states[index])
-            continue
-        state = states[index] or {}
-        own = state["accel"]["order"] if comm.rank == behind else None
-        order = comm.all_gather_object(own)[behind]
-        if found[comm.rank] and found[comm.rank][0] > found[behind][0]:
-            loader.load_state_dict({"accel": {"order": order, "position": {}}})
-            loader._order.read_elsewhere = True
-        else:
-            loader.load_state_dict(state)
+        loader.load_state_dict(states[index])
 
 
-def _standing(state: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return the epoch and "pass" of a saved state, () if it has none, None if there is none."""
+_NONE = -1  # of a position that has no epoch
+
+
+def _epoch(state: dict[str, Any] | None) -> int | None:
+    """Return the epoch of a saved position; None if there is no position."""
     if state is None:
         return None
     order = state.get("accel", {}).get("order")
-    return () if order is None else (order["epoch"], order["order"]["pass"])
-
-
-def _furthest_behind(index: int, ranks: Sequence[Any]) -> int | None:
-    """Return a rank that was in a pass which others had ended, None if all were in one epoch.
-
-    Raise `CheckpointError` if passes cannot begin together again.
-    """
-    found = {rank: standing for rank, standing in enumerate(ranks) if standing}
-    first: int = min((epoch for epoch, _ in found.values()), default=0)
-    ahead = [standing for standing in found.values() if standing[0] != first]
-    if not ahead:
-        return None
-    if any(epoch != first + 1 or at in _BEGUN for epoch, at in ahead):
-        raise CheckpointError(_different_epochs(index, found))
-    there = [rank for rank, (epoch, _) in found.items() if epoch == first]
-    return next((rank for rank in there if found[rank][1] in _BEGUN), there[0])
-
-
-def _different_epochs(index: int, found: dict[int, tuple[Any, str]]) -> Problem:
-    listed = ", ".join(f"rank {rank}: {epoch} ({at})" for rank, (epoch, at) in found.items())
-    return Problem(
-        f"stateful data loader {index}, saved in different epochs ({listed})",
-        "a pass begins on all ranks together, so that a rank may be at most at the end of the pass "
-        "that others are in",
-        "Save on all ranks in the same epoch.",
-    )
+    return _NONE if order is None else int(order["epoch"])

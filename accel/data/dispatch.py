@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from accel.comm import rng
 from accel.comm.base import Communicator
 from accel.comm.ops import broadcast, send_to_device
 from accel.data.batch_layout import (
@@ -20,7 +18,6 @@ from accel.data.batch_layout import (
     is_storable,
     warn_of_lost_samples,
 )
-from accel.data.samplers import SkipBatchSampler, index_sampler, samplers
 from accel.machine.errors import StateError
 from accel.machine.tree import flatten, iterate, recursively_apply
 
@@ -32,7 +29,6 @@ class RoundReader:
         full_size: None where batches have no known size, so that rounds may vary.
         num_processes: with `even_batches`, the last round is completed to a multiple of it.
         drop_last: whether a round of too few batches is dropped.
-        skipped: reads the first round of a pass that skips it, see `skipped_round`.
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class RoundReader:
         num_processes: int,
         even_batches: bool,
         drop_last: bool,
-        skipped: Callable[[], list[object]] | None = None,
     ) -> None:
         self.layout = layout
         self.per_round = per_round
@@ -51,7 +46,6 @@ class RoundReader:
         self.num_processes = num_processes
         self.completes = even_batches and num_processes > 1
         self.drop_last = drop_last
-        self.skipped = skipped
         self._head: dict[Path, Samples] | None = None  # the first samples of the pass
         # Samples of each round; 0: varying; None: not known yet.
         self._full: int | None = 0 if full_size is None else None
@@ -60,25 +54,15 @@ class RoundReader:
     def read(self, batches: Iterator[object], skip: int = 0) -> Iterator[tuple[object, int, int]]:
         """Yield the batch of each round after `skip`, its size, and how many samples are real."""
         layout = self.layout
-        if self._head is None and self.completes and self.skipped is not None:
-            drawn = list(itertools.islice(batches, 1))  # so that its sampler has skipped
-            if first := self.skipped():
-                for single in first:
-                    layout.read(single)
-                self._keep_head(layout.join(first))
-            batches = itertools.chain(drawn, batches)
         for number, batch in enumerate(self._joined(batches)):
             size = real = layout.size_of(batch)
             if self._head is None and self.completes:
-                self._keep_head(batch)
+                self._head = layout.leaves(batch, slice(0, self.num_processes))
             if number < skip:
                 continue
             if self._head is not None:
                 batch, size = layout.complete(batch, size, self._head, self.num_processes)
             yield batch, size, real
-
-    def _keep_head(self, batch: object) -> None:
-        self._head = self.layout.leaves(batch, slice(0, self.num_processes))
 
     def _joined(self, batches: Iterator[object]) -> Iterator[object]:
         """Join the batches of each round; a short one in between (a worker's last) is filled."""
@@ -126,29 +110,6 @@ class RoundReader:
             self._head = {tuple(path): leaf for path, leaf in state["head"]}
         elif self.completes:
             warn_of_lost_samples()
-
-
-def skipped_round(loader: Any) -> Callable[[], list[object]] | None:
-    """Return what reads the first round of a pass of `loader` that skips it; None if none does.
-
-    Its first samples complete rounds, as in a pass that skips nothing. Of batches of a known size,
-    their sampler completes the last. Nor is it read where workers read: what data sets open in
-    their first read (files) must be opened by each worker, not before they are forked.
-    """
-    if loader.num_workers or loader._reader_batch_size:
-        return None
-    for sampler in samplers(index_sampler(loader)):
-        if isinstance(sampler, SkipBatchSampler) and sampler.batch_sampler is loader._unskipped:
-            sampler.keeps = loader._entries_per_batch
-            return partial(_fetched, loader, sampler)
-    return None
-
-
-def _fetched(loader: Any, sampler: SkipBatchSampler) -> list[object]:
-    dataset = loader.dataset
-    several = getattr(dataset, "__getitems__", None) or (lambda few: [dataset[i] for i in few])
-    with rng.preserved():  # the batches that follow are as without it
-        return [loader.collate_fn(several(indices)) for indices in sampler.first]
 
 
 T = TypeVar("T")

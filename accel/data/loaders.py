@@ -381,7 +381,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        from accel.data.dispatch import Round, RoundReader, skipped_round, with_next
+        from accel.data.dispatch import Round, RoundReader, with_next
 
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
@@ -391,7 +391,6 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             num_processes=self.num_processes,
             even_batches=self.even_batches,
             drop_last=self._drop_last,
-            skipped=skipped_round(self),
         )
         position = self._position()
         if position.get("position") and "rounds" in position:  # without: the start of a pass

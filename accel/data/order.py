@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,13 +31,9 @@ from accel.data.samplers import (
     SkipBatchSampler,
     drawing_sampler,
     samplers,
-    total_batch_size,
 )
 from accel.machine.errors import Problem
 from accel.state import PartialState
-
-if TYPE_CHECKING:
-    from accel.data.independent_draws import Drawn, PassDraws
 
 
 @dataclass
@@ -49,8 +46,7 @@ class Start:
         samplers: state dicts of the samplers that have one, outermost first.
         epoch: number of the pass, None where the loader does not know it.
         agreed: states of the process's generators when indices for all ranks were drawn, or None.
-        draws: the draws of the pass, where its sampler is not known; None before they begin.
-        drawn: how far the sampler of a pass that is drawn again had drawn, or None.
+        digest: of what a sampler that is not known draws first; "" before it does.
         stream: whether the last of `generators` is the loader's own stream of permutations.
     """
 
@@ -59,21 +55,8 @@ class Start:
     samplers: list[dict[str, object]] = field(default_factory=list)
     epoch: int | None = None
     agreed: dict[str, object] | None = None
-    draws: PassDraws | None = None
-    drawn: Drawn | None = None
+    digest: str = ""
     stream: bool = False
-
-    def __getstate__(self) -> dict[str, object]:
-        # Generators are not pickled; how far they were drawn from is.
-        return {**self.__dict__, "draws": None, "drawn": self.so_far()}
-
-    def so_far(self) -> Drawn | None:
-        """Return how far the sampler has drawn; None where its order needs no such record."""
-        return self.drawn if self.draws is None else self.draws.drawn()
-
-    def keep_drawn(self) -> None:
-        """Note how far the sampler has drawn, before generators are set to draw again."""
-        self.drawn, self.draws = self.so_far(), None
 
 
 @dataclass(eq=False)
@@ -119,6 +102,8 @@ _KNOWN = _RANDOM | {
     kind.__iter__ for kind in (SequentialSampler, BatchSampler, SeedableRandomSampler)
 }
 T = TypeVar("T")
+# Entries that are drawn at a time: all up to a number, but for a sampler without a length.
+_MOST, _WITHOUT_LENGTH = 1 << 22, 1 << 12
 # Generators that users gave, with the index of the loader that draws from them first.
 _GIVEN: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
 _GIVEN_STRONGLY: dict[torch.Generator, int] = {}  # torch 2.9's cannot be referred to weakly
@@ -144,9 +129,6 @@ class Order:
         replay: the start that the pass now beginning draws again, until it has drawn.
         again: the start that a sampler is drawing again at this moment, or None.
         ended: whether the loaded checkpoint was saved with the last batch of a pass in hand.
-        epoch_set: the epoch that the data set was given last.
-        read_elsewhere: whether the next pass is empty: this rank had read its batches when a
-            checkpoint was saved in which other ranks had not.
         states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
         position: a loaded position from which the next pass continues, or None.
         loaded_into: what the loader skips that it was loaded into: entries of the sampler, and
@@ -167,12 +149,9 @@ class Order:
         self.replay: Start | None = None
         self.again: Start | None = None
         self.ended = False
-        self.epoch_set: int | None = None
-        self.read_elsewhere = False
         self.states: tuple[dict[str, object], dict[str, object]] | None = None
         self.position: dict[str, Any] | None = None
         self.loaded_into: tuple[int, int] = (0, 0)
-        self.warned: set[str] = set()
         self._after_opening: Start | None = None
 
     @property
@@ -217,7 +196,7 @@ class Order:
         """Forget the pass that was under way: the next one draws an order of its own."""
         self.started = self.resumed = self.replay = None
         self.states = self.position = None
-        self.ended = self.read_elsewhere = False
+        self.ended = False
 
     def take_stream(self) -> None:
         """Draw from a stream from now on, as loaders do on several processes."""
@@ -272,29 +251,35 @@ class Order:
         finally:
             loader.generator = own
 
-    def followed(self, sampler: object, entries: Iterator[T], chunk: int = 1) -> Iterator[T]:
-        """Yield the `entries` of a sampler, of which none is drawn yet, drawing `chunk` at a time.
+    def followed(self, sampler: object, entries: Iterator[T]) -> Iterator[T]:
+        """Yield the `entries` of a sampler, of which none is drawn yet, many drawn at a time.
 
-        Where it draws the order of an earlier pass again, it draws all that this had drawn at once.
+        Later draws go on from where the first ones left the generators, whoever draws in between,
+        so that a pass that is resumed draws them again.
         """
-        from accel.data.independent_draws import PassDraws
-
-        unknown = self.draws in ("all", "agreed")
-        held = held_generators(None, sampler, self)
-        draws = PassDraws(held, unknown, total_batch_size(sampler))
-        start = self.started
-        before = None if self.again is None else self.again.so_far()
-        if start is not None:
-            start.draws = draws
-        if before is not None:
-            again = draws.draw_again(entries, before)
-            now = draws.drawn()
-            other = unknown and now.size == before.size and now.digest != before.digest
-            if other and PartialState().is_main_process:
-                warnings.warn(str(_other_entries(sampler)), stacklevel=2)
-            yield from again
-        while found := draws.draw(entries, chunk):
+        held, limit = held_generators(None, sampler, self), num_drawn_at_once(sampler)
+        found = list(itertools.islice(entries, limit))
+        if self.draws in ("all", "agreed"):
+            self._compare(sampler, _digest(found))
+        left, host = self.present(held), rng.capture_host()
+        while found:
             yield from found
+            now = self.present(held)
+            with rng.preserved(device=False):
+                rng.restore_host(host)
+                self.restore(left, held)
+                found = list(itertools.islice(entries, limit))
+                left, host = self.present(held), rng.capture_host()
+                self.restore(now, held)
+
+    def _compare(self, sampler: object, digest: str) -> None:
+        """Warn of a sampler that draws other entries again than it had drawn."""
+        before = "" if self.again is None else self.again.digest
+        other = before.partition(" ")[0] == digest.partition(" ")[0] and before != digest
+        if other and PartialState().is_main_process:
+            warnings.warn(str(_other_entries(sampler)), stacklevel=2)
+        if self.started is not None:
+            self.started.digest = digest
 
     @contextlib.contextmanager
     def drawing(self, generators: Sequence[torch.Generator]) -> Iterator[Start | None]:
@@ -354,6 +339,19 @@ class DrawnSampler:
         return self.order.followed(sampler, iter(sampler))
 
 
+def _digest(entries: Sequence[object]) -> str:
+    """Return the number of entries, and a digest of them that is the same in every process."""
+    return f"{len(entries)} {hashlib.sha256(repr(_plain(entries)).encode()).hexdigest()}"
+
+
+def _plain(entry: object) -> object:
+    if isinstance(entry, (torch.Tensor, np.ndarray, np.generic)):
+        return entry.tolist()
+    if isinstance(entry, (list, tuple)):
+        return [_plain(item) for item in entry]
+    return entry if isinstance(entry, (int, str, float, bytes, type(None))) else type(entry)
+
+
 def _other_entries(sampler: object) -> Problem:
     name = type(drawing_sampler(sampler)).__name__
     return Problem(
@@ -389,6 +387,12 @@ def length_of(sampler: Any) -> int | None:
         return len(sampler)
     except TypeError:  # it has no length, or what it draws from has none
         return None
+
+
+def num_drawn_at_once(sampler: Any) -> int:
+    """Return how many entries of a sampler are drawn at a time; with its end, if it has few."""
+    length = length_of(sampler)
+    return _WITHOUT_LENGTH if length is None else min(length + 1, _MOST)
 
 
 # -- kinds of samplers --------------------------------------------------------------------------
@@ -465,59 +469,3 @@ def order_seed(generator: object, data_seed: int | None, loader_index: int) -> i
     else:
         base, first = torch.initial_seed(), 0
     return base if loader_index == first else rng.mix_seeds(base, loader_index)
-
-
-# The order of the loader that set the epoch of a data set last, by the id of the data set. While an
-# order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.
-_SETTERS: dict[int, weakref.ref[Order]] = {}
-# The epoch that it set, with the data set (None: it allows no weak references).
-_EPOCHS: dict[int, tuple[int, weakref.ref[object] | None]] = {}
-
-
-class TakesEpoch(Protocol):
-    """A data set that is given the number of each pass."""
-
-    def set_epoch(self, epoch: int, /) -> object:
-        """Take the number of the next pass, from 0 on."""
-
-
-def chosen_epoch(dataset: object) -> int | None:
-    """Return the epoch that the caller gave a data set since a loader did, None if it gave none.
-
-    It is seen where the data set keeps it as `epoch` or `_epoch`.
-    """
-    if not hasattr(dataset, "set_epoch"):
-        return None
-    epoch = getattr(dataset, "epoch", getattr(dataset, "_epoch", None))
-    if isinstance(epoch, torch.Tensor) and epoch.numel() == 1:  # shared with workers
-        epoch = int(epoch)
-    is_epoch = type(epoch) is int and epoch >= 0
-    return epoch if is_epoch and epoch != _last_set(dataset) else None
-
-
-def give_epoch(dataset: TakesEpoch, order: Order, epoch: int) -> bool:
-    """Give the data set the epoch, unless `order` set it last; return whether it was given."""
-    last = _SETTERS.get(id(dataset))
-    if last is not None and last() is order and order.epoch_set == epoch:
-        return False
-    dataset.set_epoch(epoch)
-    note_epoch(dataset, order, epoch)
-    return True
-
-
-def note_epoch(dataset: object, order: Order, epoch: int) -> None:
-    """Note that `dataset` has the epoch of the loader of `order`."""
-    _SETTERS[id(dataset)] = weakref.ref(order)
-    try:
-        _EPOCHS[id(dataset)] = epoch, weakref.ref(dataset)
-    except TypeError:  # of a class with __slots__
-        _EPOCHS[id(dataset)] = epoch, None
-    order.epoch_set = epoch
-
-
-def _last_set(dataset: object) -> int:
-    """Return the epoch that a loader set last; 0, where epochs begin, if none did."""
-    epoch, reference = _EPOCHS.get(id(dataset), (0, None))
-    setter = _SETTERS.get(id(dataset))
-    is_alive = setter is not None and setter() is not None
-    return epoch if is_alive or (reference is not None and reference() is dataset) else 0

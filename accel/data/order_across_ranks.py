@@ -29,6 +29,7 @@ from accel.data.order import (
     is_known,
     is_permuting,
     length_of,
+    num_drawn_at_once,
     order_seed,
     torchdata_iterations,
 )
@@ -36,7 +37,6 @@ from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sa
 from accel.machine.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 
-_CHUNK = 1 << 12  # entries that are agreed at a time, where a sampler has no length
 _COMPARED = 1 << 22  # indices of all ranks together, up to which shards are looked for
 
 
@@ -81,7 +81,7 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
 
     def __iter__(self) -> Iterator[Any]:
         length = length_of(self.batch_sampler)
-        limit = _CHUNK if length is None else length + 1
+        limit = num_drawn_at_once(self.batch_sampler)
         entries: Iterator[object] | None = None
         while True:
             failure: Exception | None = None
@@ -89,8 +89,7 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
             try:
                 if entries is None:
                     self._choose_start()
-                    entries = iter(self.batch_sampler)
-                    entries = self.order.followed(self.batch_sampler, entries, limit)
+                    entries = self.order.followed(self.batch_sampler, iter(self.batch_sampler))
                 drawn = list(itertools.islice(entries, limit))
             except Exception as error:  # sent to the other ranks below, so that none waits
                 failure = error
@@ -105,11 +104,8 @@ class AgreedSampler(SameBatchSize, BatchSampler):  # type: ignore[misc, override
 
         They are drawn at the start of a pass, so that a resumed one draws them again.
         """
-        length = length_of(self.batch_sampler)
         self._choose_start()
-        entries = iter(self.batch_sampler)
-        limit = _CHUNK if length is None else length + 1
-        return self.order.followed(self.batch_sampler, entries, limit)
+        return self.order.followed(self.batch_sampler, iter(self.batch_sampler))
 
     def _choose_start(self) -> None:
         again = self.order.again

@@ -104,28 +104,11 @@ class PreparedLoader(OrderedLoader):
         return loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self._order.read_elsewhere:
-            batches, transform = self._pass(), self.transform
-            return batches if transform is None else (transform(batch) for batch in batches)
-        self._order.read_elsewhere = False
-        self._pass_over()
-        return iter(())
+        batches, transform = self._pass(), self.transform
+        return batches if transform is None else (transform(batch) for batch in batches)
 
     def _pass(self) -> Iterator[object]:
         raise NotImplementedError
-
-    def _pass_over(self) -> None:
-        """Make a pass without batches: take part in what the ranks agree on."""
-        current = self._enter()
-        try:
-            self._synchronize()
-            if not isinstance(self.dataset, IterableDataset):
-                with self._order.opening(self.generators()):
-                    for _ in self._index_sampler:
-                        pass
-            self._complete(current)
-        finally:
-            self._leave(current)
 
     def _position(self) -> dict[str, Any]:
         """Return the position from which the pass now beginning continues; {}: its start."""
@@ -204,7 +187,6 @@ class PreparedLoader(OrderedLoader):
 
     def _enter(self) -> Pass:
         """Start a pass; return what `_leave` takes."""
-        self._take_chosen_epoch()
         order, epoch = self._order, self.epoch
         around = order.started if order.under_way else None
         found = Pass(

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +18,8 @@ from accel.data.order import (
     DrawnSampler,
     Order,
     Start,
-    chosen_epoch,
     generator_of,
-    give_epoch,
     held_generators,
-    note_epoch,
 )
 from accel.data.samplers import (
     SkipBatchSampler,
@@ -139,41 +136,12 @@ class OrderedLoader(DataLoader[Any]):
 
     def _epoch_of_dataset(self) -> None:
         """Give the data set the epoch, if it takes one."""
-        epoch = self.epoch
-        if hasattr(self._source, "set_epoch") and give_epoch(self._source, self._order, epoch):
-            self._warn_of_persistent_workers(epoch)
-
-    def _warn_of_persistent_workers(self, epoch: int) -> None:
-        if self.persistent_workers and self._iterator is not None:
-            self._warn_once(
-                f"epoch {epoch} of a loader with persistent_workers=True",
-                "persistent workers keep the data set as it was when they started, so that "
-                f"{type(self.dataset).__name__}.set_epoch does not reach them",
-                "Set persistent_workers=False.",
-            )
-
-    def _take_chosen_epoch(self) -> None:
-        """Use an epoch that the caller gave the data set since a loader did.
-
-        The epoch of a sampler, and that of a pass that is resumed, take precedence.
-        """
-        order, sampler = self._order, index_sampler(self)
-        resumed = order.resumed is not None or (self._resumes and order.started is not None)
-        if order.under_way or resumed or sampler_epoch(sampler) is not None:
-            return
-        epoch = chosen_epoch(self._source)
-        if epoch is not None:
-            note_epoch(self._source, order, epoch)
-            self._advance(epoch)
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(self.epoch)
 
     def _advance(self, epoch: int) -> None:
         self._order.passes = epoch
         set_sampler_epoch(index_sampler(self), epoch)
-
-    def _warn_once(self, value: str, rule: str, remedy: str) -> None:
-        if rule not in self._order.warned:
-            self._order.warned.add(rule)
-            warnings.warn(str(Problem(value, rule, remedy)), stacklevel=4)
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators that a stream, the loader and its samplers draw from."""
@@ -186,8 +154,6 @@ class OrderedLoader(DataLoader[Any]):
         start = order.resumed
         if start is None and self._resumes and order.under_way == 1:
             start = order.started  # the pass that was left early
-        if start is not None:
-            start.keep_drawn()
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         order.resumed, order.replay = None, start
@@ -210,7 +176,7 @@ class OrderedLoader(DataLoader[Any]):
             generators: states of the generators of the loader and its samplers.
             order: "pass" ("under way", "left" early, "ended" or "none"), "now" (the present
                 states of the generators), "process" and "agreed" (those of the process's own that
-                decide the pass, or None), "drawn" (how far the sampler has drawn, or None),
+                decide the pass, or None), "digest" (of what the sampler drew first),
                 "stream" (whether the last generator is the loader's own, "began_with_stream"
                 whether it was) and "samples" of the data set (None: not known).
 
@@ -224,7 +190,6 @@ class OrderedLoader(DataLoader[Any]):
         epoch = self.epoch + int(order.at_end == self.epoch)
         begun = started or replace(now, samplers=self._sampler_states(), epoch=epoch)
         kind = "ended" if ended else "none" if started is None else "left"
-        drawn = begun.so_far()
         return {
             "epoch": begun.epoch,
             "samplers": begun.samplers,
@@ -234,7 +199,7 @@ class OrderedLoader(DataLoader[Any]):
                 "now": now.generators,
                 "process": begun.process,
                 "agreed": begun.agreed,
-                "drawn": None if drawn is None else asdict(drawn),
+                "digest": begun.digest,
                 "stream": order.stream is not None,
                 "began_with_stream": begun.stream,
                 "samples": self._num_samples(),
@@ -266,16 +231,13 @@ class OrderedLoader(DataLoader[Any]):
         if saved["stream"] and order.stream is None and order.draws == "torch":
             order.take_stream()  # saved on several processes
         order.restore(Start(saved["now"], stream=saved["stream"]), self.generators())
-        from accel.data.independent_draws import Drawn
-
-        drawn = saved["drawn"]
         begun = Start(
             state["generators"],
             saved["process"],
             state["samplers"],
             state["epoch"],
             saved["agreed"],
-            drawn=None if drawn is None else Drawn(**drawn),
+            digest=saved["digest"],
             stream=saved["began_with_stream"],
         )
         order.ended = saved["pass"] == "ended"

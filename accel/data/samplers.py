@@ -180,16 +180,11 @@ class SkipBatchSampler(SameBatchSize, Sampler[object]):
     Args:
         batch_sampler: a batch sampler (or any sampler).
         skip_batches: number of entries that are skipped.
-
-    Attributes:
-        keeps: how many of these `first` holds, once a pass has begun.
     """
 
     def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-        self.keeps = 0
-        self.first: list[object] = []
 
     @property
     def remainder(self) -> int:
@@ -205,11 +200,7 @@ class SkipBatchSampler(SameBatchSize, Sampler[object]):
         Args:
             inner: those of the sampler inside, none of which is drawn yet.
         """
-        skipped = itertools.islice(inner, self.skip_batches)
-        self.first = list(itertools.islice(skipped, self.keeps))
-        for _ in skipped:
-            pass
-        yield from inner
+        return itertools.islice(inner, self.skip_batches, None)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)

@@ -36,10 +36,7 @@ NAMED = {
         world_size=2, streamed=True, stateful=True, length=23, batch_size=3, stop=1
     ),
     "ranks saved at different batches": Case(
-        world_size=2, even=False, stateful=True, dispatch=False, length=21, stop=1, ahead=2
-    ),
-    "zipped loaders of which one rank had read the last": Case(
-        world_size=2, stateful=True, dispatch=False, loaders=2, length=23, stop=1, ahead=3
+        world_size=2, even=False, stateful=True, dispatch=False, length=45, stop=1, ahead=2
     ),
     "a stateful loader that had skipped": Case(stateful=True, skips=1, stop=2),
     "a permutation drawn again behind the end of a pass": Case(

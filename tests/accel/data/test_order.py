@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -172,38 +171,6 @@ def test_a_pass_is_gone_on_with_on_another_number_of_processes(
     assert sorted(seen + rest) == list(range(32))
 
 
-class Epochs(IterableDataset[int]):
-    """Two samples: the epoch, kept as a number or in memory that workers share."""
-
-    def __init__(self, shared: bool = False) -> None:
-        self.epoch = torch.zeros((), dtype=torch.int64) if shared else 0
-
-    def set_epoch(self, epoch: int) -> None:
-        if isinstance(self.epoch, torch.Tensor):
-            self.epoch.fill_(epoch)
-        else:
-            self.epoch = epoch
-
-    def __iter__(self):
-        return iter([int(self.epoch)] * 2)
-
-
-def loader_of(dataset: Epochs) -> DataLoader:
-    PartialState(cpu=True)
-    return prepare_data_loader(DataLoader(dataset, batch_size=2))
-
-
-def test_an_epoch_that_the_caller_tells_the_data_set_holds() -> None:
-    dataset = Epochs()
-    loader = loader_of(dataset)
-    for epoch in (3, 4, 9):
-        dataset.set_epoch(epoch)
-        assert flat(loader) == [epoch] * 2
-    assert flat(loader) == [10] * 2  # nobody told it another
-    loader.set_epoch(2)
-    assert (flat(loader), loader.epoch) == ([2] * 2, 3)
-
-
 # -- epochs --------------------------------------------------------------------------------------
 
 
@@ -262,16 +229,6 @@ def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(tmp_path: P
     with pytest.warns(UserWarning, match="sampler Private that does not draw again what it had"):
         flat(skip_first_batches(resumed, 3))
 
-
-def test_persistent_workers_are_warned_of() -> None:
-    loader = prepare_data_loader(
-        DataLoader(
-            Learned(2), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-        )
-    )
-    flat(loader)
-    with pytest.warns(UserWarning, match="persistent_workers=True"):
-        flat(loader)
 
 
 def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
