@@ -30,8 +30,7 @@ class BnbQuantizationConfig:
             8 bits.
         skip_modules: modules that are not quantized, by full name or one part of it; None: those
             with tied weights, and the head or last layer.
-        keep_in_fp32_modules: modules that are not quantized and stay in float32, named likewise;
-            they convert their inputs, and their outputs back.
+        keep_in_fp32_modules: modules that are not quantized and stay in float32, named likewise.
 
     Source: https://arxiv.org/abs/2208.07339 (8 bits), https://arxiv.org/abs/2305.14314 (4 bits)
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from os import fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from accel.weights.attach_hooks import Keys
 from accel.weights.device_map import (
     DeviceMap,
     MaxMemory,
+    check_device_map,
     get_balanced_memory,
     infer_auto_device_map,
 )
@@ -40,7 +40,16 @@ from accel.weights.dispatch import PathLike, dispatch_model, undo
 from accel.weights.files import Shapes
 from accel.weights.offloaded_tensors import HELD, STORED_AS
 from accel.weights.sizes import Dtype
-from accel.weights.tensors import as_device, as_dtype, device_of, name_of
+from accel.weights.tensors import (
+    as_device,
+    as_dtype,
+    device_of,
+    held_in,
+    like,
+    name_of,
+    names_by_tensor,
+    retie_parameters,
+)
 
 if TYPE_CHECKING:
     from accel.weights.folder import DiskWeights
@@ -53,7 +62,6 @@ DISK = torch.device("meta")  # of a weight that stays on disk: the model holds i
 _CPU = torch.device("cpu")
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
 _CODES = (torch.int8, torch.uint8)
-_NO_SUBMODULE = "the model has no such submodule"
 
 
 def load_checkpoint_in_model(
@@ -90,8 +98,7 @@ def load_checkpoint_in_model(
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
         offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
         offload_buffers: whether buffers are offloaded with the weights; else they go to the CPU.
-        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32; they
-            convert their inputs, and their outputs back.
+        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32.
         offload_8bit_bnb: whether 8-bit modules are offloaded; refused.
         strict: whether missing and unexpected names are an error, else one warning unless no name
             fits.
@@ -102,7 +109,8 @@ def load_checkpoint_in_model(
         CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
             name), a checkpoint without a weight of the model or with integers for floating ones, or
             the problems of the files.
-        ConfigError: for devices and names that do not exist, and for `offload_8bit_bnb`.
+        ConfigError: for devices and names that do not exist, for `offload_8bit_bnb`, and without a
+            `device_map` for a model whose weights are offloaded.
 
     Example:
         >>> accelerator.save_model(model, "export", max_shard_size="1GB")
@@ -112,21 +120,22 @@ def load_checkpoint_in_model(
     target = own_module(model)
     source = _source(checkpoint, offload_state_dict, broadcast_from_rank0)
     shapes = source.shapes()
+    if device_map is not None:
+        check_device_map(target, device_map)
+        undo(target)
+    elif any(isinstance(one, HELD) for one in (*target.parameters(), *target.buffers())):
+        rule, remedy = "its weights are offloaded", "Give a device_map: the dispatch is undone."
+        raise ConfigError.of("load_checkpoint_in_model of a dispatched model", rule, remedy)
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
-    if device_map is not None and _is_hooked(target):
-        undo(target)
-        plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     if offload_folder is not None and plan.on_disk():
         from accel.weights.folder import DiskWeights
 
         plan.disk = DiskWeights(offload_folder, source.stored())
-    plan.choose(shapes)
     plan.move(shapes)
     for part in source.parts():
         plan.load(part)
     plan.tie()
-    plan.keep_fp32()
 
 
 def _refuse(device_map: Any, folder: object, eight_bit: bool, full: bool) -> None:
@@ -184,8 +193,11 @@ class _Plan:
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._stay = set() if offload_buffers else self._buffers
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
-        self.is_hooked = _is_hooked(model)
-        self.ties = list(ties(model))
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self.ties = [group for group in names_by_tensor(named) if len(group) > 1]
         self.quantized = QuantizedParts(model)
         problems = Problems()
         self._dtype = _known(dtype, problems)
@@ -193,37 +205,21 @@ class _Plan:
             name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
         }
         self._kept = set(keep_in_fp32)
-        self._superseded: set[str] = set()
         problems += self._unknown_names()
-        problems += self._without_device(device_map is None)
         problems.raise_if()
+        kept = {name for name in self.state if self._is_named(name)}
+        self._in_fp32 = kept.union(*(one for one in self.ties if not kept.isdisjoint(one)))
 
     def _unknown_names(self) -> Iterator[Problem]:
         modules = [name for name, _ in self.model.named_modules(remove_duplicate=False) if name]
-        known = {"", *modules, *self.state, *self._buffers}  # also what no checkpoint has
-        for name in self._devices:
-            if name not in known:
-                value = f"device_map[{name!r}]"
-                yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
         parts = {part for name in self.state for part in name.split(".")}
-        for name in self._kept - {*known, *parts}:
-            value = f"keep_in_fp32_modules: {name!r}"
-            yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
-
-    def _without_device(self, everywhere: bool) -> Iterator[Problem]:
-        lacking = [] if everywhere else [n for n in self.state if self._mapped(n) is None]
-        if lacking:
-            remedy = 'Name their submodules too, or "" for all others.'
-            yield Problem(
-                f"device_map gives no device to {listed(lacking)}", "each has one", remedy
-            )
+        for name in self._kept - {*modules, *self.state, *parts}:
+            value, rule = f"keep_in_fp32_modules: {name!r}", "the model has no such submodule"
+            yield Problem(value, rule, nearest(name, modules[:MAX_SUGGESTED]))
 
     def _mapped(self, name: str) -> torch.device | None:
-        """Return the device of the longest entry of the map that `name` lies in."""
-        prefix = name
-        while prefix and prefix not in self._devices:
-            prefix = prefix.rpartition(".")[0]
-        found = self._devices.get(prefix)
+        """Return the device that the map gives a weight; None without a map."""
+        found = as_device(device_of(name, self._devices)) if self._devices else None
         return _CPU if found == DISK and name in self._stay else found
 
     def on_disk(self) -> list[str]:
@@ -238,34 +234,14 @@ class _Plan:
             dtype = torch.float32 if name in self._in_fp32 else self._dtype
         return self._mapped(name) or stays, dtype
 
-    @cached_property
-    def _in_fp32(self) -> set[str]:
-        """The weights of modules that compute in fp32."""
-        from accel.weights.keep_fp32 import module_of, modules_in_fp32
-
-        named = [name for name in self.state if self._is_named(name)]
-        modules = modules_in_fp32(self.state, named, self.ties)
-        return {name for name in self.state if module_of(name) in modules}
-
     def _is_named(self, name: str) -> bool:
         within = any(name.startswith(f"{module}.") for module in self._kept)
         return within or not self._kept.isdisjoint(name.split("."))
 
     # -- loading ---------------------------------------------------------------------------
 
-    def choose(self, names: Collection[str]) -> None:
-        """Have a tied weight that a checkpoint has by several names be the last of them.
-
-        So it is in `torch.nn.Module.load_state_dict`, where their values may differ.
-        """
-        for group in self.ties:
-            stored = [name for name in group if name in names]
-            self._superseded.update(stored[:-1])
-
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
-        from accel.weights.tensors import held_in, like
-
         self._convert_on_disk()
         on_disk: dict[int, torch.Tensor] = {}
         for name in self.with_ties(names):
@@ -288,8 +264,6 @@ class _Plan:
 
     def _convert_on_disk(self) -> None:
         """Give what stays on disk its dtype, in which it is loaded for a forward pass."""
-        from accel.weights.tensors import held_in, like
-
         converted: dict[int, torch.Tensor] = {}
         for name in self.on_disk():
             held, key = held_in(self.model, name)
@@ -298,17 +272,8 @@ class _Plan:
                 shape = torch.empty_like(old, dtype=dtype)
                 held[key] = converted.setdefault(id(old), like(old, shape))
 
-    def keep_fp32(self) -> None:
-        """Have the modules that stay in fp32, between others of 16 bits, convert their inputs."""
-        from accel.weights.keep_fp32 import compute_in_fp32
-
-        kept = [n for n, v in self.state.items() if _is_floating(v) and n in self._in_fp32]
-        if kept and self._dtype not in (None, torch.float32):
-            compute_in_fp32(self.model, kept, self._dtype)
-
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
-        part = {name: value for name, value in part.items() if name not in self._superseded}
         part = self.quantized.load(part)
         self._check_codes(part)
         part = self._offload(part)
@@ -325,12 +290,8 @@ class _Plan:
             self.model.load_state_dict(self._versioned(rest), strict=False)
 
     def _is_empty(self, name: str) -> bool:
-        """Return whether the model has no value of a weight, nor a hook that takes one."""
-        present = self.state.get(name)
-        return getattr(present, "is_meta", False) and not self._is_offloaded(present)
-
-    def _is_offloaded(self, present: object) -> bool:
-        return self.is_hooked and isinstance(present, HELD)
+        """Return whether the model has no value of a weight."""
+        return getattr(self.state.get(name), "is_meta", False)
 
     def _check_codes(self, part: Mapping[str, Any]) -> None:
         """Refuse integers for floating weights: they are codes of quantized ones."""
@@ -380,52 +341,15 @@ class _Plan:
         """Restore the weights that were tied on the meta device to one tensor.
 
         Of one that is to be on disk and in memory, the tensor in memory is the weight: dispatch
-        offloads it where it is to be on disk. Where a model is dispatched already, its hooks know.
+        offloads it where it is to be on disk.
         """
-        from accel.weights.tensors import held_in
-
         self.quantized.finish()
-        on_disk = set(self.on_disk())
-        for group in self.ties:
-            places = [held_in(self.model, name) for name in group]
-            loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
-            for held, key in places if loaded is not None else ():
-                if not self._is_offloaded(held[key]):
-                    held[key] = loaded
+        retie_parameters(self.model, self.ties)
         if self.disk is not None:
-            self.disk.save(on_disk)
+            self.disk.save(self.on_disk())
             for name in self.disk.index:
                 held, key = held_in(self.model, name)
                 held[key].__dict__.setdefault(STORED_AS, set()).add(name)
-
-
-def ties(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield the names of each parameter and buffer that has several, offloaded ones included."""
-    names: dict[int, list[str]] = {}
-    first = _offloaded_ties(model) if _is_hooked(model) else {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(first.get(id(tensor), id(tensor)), []).append(name)
-    return (group for group in names.values() if len(group) > 1)
-
-
-def _is_hooked(model: torch.nn.Module) -> bool:
-    return any("_hf_hook" in module.__dict__ for module in model.modules())
-
-
-def _offloaded_ties(model: torch.nn.Module) -> dict[int, int]:
-    """Return the id of one tensor by those of all that stand for the same offloaded weight."""
-    from accel.weights.state import align_hooks
-
-    first: dict[int, int] = {}
-    for hook in (hook for module in model.modules() for hook in align_hooks(module)):
-        for places in hook.tied.values():
-            present = [owner._parameters.get(key) for owner, key in places]
-            tensors = [one for one in present if one is not None]
-            first |= {id(tensor): id(tensors[0]) for tensor in tensors}
-    return first
 
 
 def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
@@ -491,10 +415,6 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
     if differences:
         found = "; ".join(differences)
         warnings.warn(f"load_checkpoint_in_model({checkpoint!r}): {found}.", stacklevel=3)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _has_shape(present: Any) -> bool:

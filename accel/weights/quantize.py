@@ -20,7 +20,6 @@ from accel.weights import files
 from accel.weights.device_map import ELSEWHERE, DeviceMap, MaxMemory, check_device_map
 from accel.weights.dispatch import PathLike, dispatch_model
 from accel.weights.folder import Info, make_folder, offload_weight, save_offload_index
-from accel.weights.keep_fp32 import compute_in_fp32
 from accel.weights.load import inferred_device_map
 from accel.weights.sizes import Dtype
 from accel.weights.tensors import (
@@ -258,9 +257,6 @@ def load_and_quantize_model(
         for part in source.parts():
             loading.load(part)
     loading.finish("the model" if weights_location is None else fspath(weights_location))
-    kept = loading.kept_in_fp32()
-    if config.torch_dtype != torch.float32:
-        compute_in_fp32(model, kept, config.torch_dtype)
     dispatch_model(model, placed, offload_dir=offload_folder)
     setattr(model, _MARKS[config.load_in_4bit], True)
     return model
@@ -413,11 +409,6 @@ class _Loading:
             place = torch.device("cpu") if device == "disk" else as_device(device)
             held[key] = like(old, value.to(place, copy=True))
         self.lacking.discard(name)
-
-    def kept_in_fp32(self) -> list[str]:
-        """Return the weights of the modules that stay in fp32."""
-        kept = self.config.keep_in_fp32_modules or ()
-        return [name for name in self.parameters if lies_within(name, kept)]
 
     def finish(self, location: str) -> None:
         """Tie weights again; raise for those that nothing was found for."""

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from accel import (
-    Accelerator,
     cpu_offload,
-    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -310,12 +308,20 @@ def test_a_device_map_places_submodules(tmp_path: Path) -> None:
     )
     assert same(fresh, model)
     message = fails(load_checkpoint_in_model, net(), tmp_path, device_map={"0": "cpu"})
-    assert "gives no device to 1.weight" in message
-    assert "0.weight" not in message
-    wrong = {"0": "cpu", "1": "cpu", "2": "meta", "3": "cpu", "4.x": "coal"}
+    assert "does not give any device for the following parameters: 1.weight" in message
+    wrong = {"0": "cpu", "1": "coal", "2": "meta"}
     message = fails(load_checkpoint_in_model, net(), tmp_path, device_map=wrong)
-    for part in ("['2']='meta': weights on meta", "['3']: the model has no such", "'coal'"):
+    for part in ("['2']='meta': weights on meta", "'coal'"):
         assert part in message
+
+
+def test_a_dispatched_model_is_loaded_by_a_device_map(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    fresh = cpu_offload(net(), "cpu")
+    message = fails(load_checkpoint_in_model, fresh, tmp_path)
+    assert "its weights are offloaded" in message
+    load_checkpoint_in_model(fresh, tmp_path, {"": "cpu"}, strict=True)
+    assert same(fresh, model)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the machine has an accelerator")
@@ -455,52 +461,3 @@ def test_of_a_sharded_checkpoint_one_shard_is_in_memory_beside_the_model(tmp_pat
     # The model is in memory before: the peak is what comes beside it.
     peak = measured(tmp_path, "load")["accel"]["peak"]
     assert peak < bench_large.MEMORY_BUDGET * 3 * bench_large.BLOCK_BYTES
-
-
-TOKENS = torch.tensor([[1, 2, 0]])
-KEPT = ["embedding", "norm", "head"]
-
-
-class Model(nn.Module):
-    """Layers of each kind, the last of which takes an input by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 8)
-        self.middle = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(input=self.norm(self.middle(self.embedding(tokens))))
-        return out
-
-
-@pytest.fixture
-def fp32_folder(tmp_path: Path) -> Path:
-    Accelerator(cpu=True).save_model(Model().to(torch.bfloat16), tmp_path / "weights")
-    return tmp_path / "weights"
-
-
-@pytest.mark.parametrize(
-    "device_map", [None, {"": "cpu"}, {"": "disk"}, {"embedding": "disk", "": "cpu"}]
-)
-def test_modules_kept_in_fp32_take_and_return_16_bits(
-    device_map: dict[str, Any] | None, fp32_folder: Path, tmp_path: Path
-) -> None:
-    with init_empty_weights():
-        model = Model()
-    offload = tmp_path / "off"
-    load_checkpoint_in_model(
-        model, fp32_folder, device_map, offload, torch.bfloat16, keep_in_fp32_modules=KEPT
-    )
-    kept = {name for name, one in model.named_parameters() if one.dtype == torch.float32}
-    assert {name.split(".")[0] for name in kept} == set(KEPT)
-    assert model.middle.weight.dtype == torch.bfloat16  # on disk, too: as it will be loaded
-    if device_map is not None:
-        dispatch_model(model, device_map, offload_dir=offload, force_hooks=True)
-    found = model(TOKENS)
-    assert found.dtype == torch.bfloat16
-    plain = Model()
-    load_checkpoint_in_model(plain, fp32_folder)
-    torch.testing.assert_close(found.float(), plain(TOKENS), atol=0.05, rtol=0.05)
