@@ -230,7 +230,6 @@ def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(tmp_path: P
         flat(skip_first_batches(resumed, 3))
 
 
-
 def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
     state = prepare_data_loader(DataLoader(range(12))).order_state()
     with pytest.warns(UserWarning, match="over 9 samples"):
