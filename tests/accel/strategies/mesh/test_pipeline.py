@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import Accelerator
 from accel.checkpoint.optimizer_state import ParameterNames
@@ -134,6 +136,12 @@ def test_other_axes_train_as_one_process(axis: str, schedule: str) -> None:
 
 
 @pytest.mark.slow
+def test_four_uneven_stages_train_as_one_process() -> None:
+    sizes = {"pp_size": 4, "pp_split": ["blocks.0", "blocks.1", "head"]}
+    run_distributed(check_as_plain, 4, sizes, False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
@@ -160,6 +168,53 @@ def check_accumulation(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}])
 def test_windows_add_to_gradients(sizes: dict[str, int]) -> None:
     run_distributed(check_accumulation, 2 * math.prod(sizes.values()), {"pp_size": 2, **sizes})
+
+
+# -- what it costs -----------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts calls of a process group by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.name().removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def costs(schedule: str) -> dict[str, int]:
+    """Return the calls of this rank in a step that is not the first."""
+    accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)
+    model = deep(frozen=False)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    for window in windows(2):
+        with Collectives() as made:
+            accelerator.forward_backward(model, window, loss_fn)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return dict(made.counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "boundaries", "shared"),
+    [("GPipe", 1, 2), ("1F1B", 1, 2), ("Interleaved1F1B", 3, 2), ("ZBVZeroBubble", 2, 1)],
+)
+def test_a_step_makes_the_calls_that_its_schedule_needs(
+    schedule: str, boundaries: int, shared: int
+) -> None:
+    """Micro-batches cross boundaries between ranks twice; shared weights' gradients once."""
+    ranks = run_distributed(costs, 2, schedule)
+    sends = 2 * boundaries * MICRO_BATCHES + 2 * shared
+    for name in ("send", "recv_"):
+        assert sum(counts.pop(name) for counts in ranks) == sends
+    assert ranks == [{"broadcast_": 1, "allreduce_": 1}] * 2  # losses, the norm
 
 
 # -- evaluation, checkpoints -------------------------------------------------------------------
