@@ -21,7 +21,7 @@ from accel.config.training import (
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems, nearest
-from accel.plan.dims import AXES, CP, ParallelDims
+from accel.plan.dims import AXES, CP, PP, TP, ParallelDims
 from accel.strategies.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
 
@@ -221,11 +221,17 @@ def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -
     }
     if not wrong:
         return
-    if CP in wrong and dims.cp == 1:
-        given, other = ("cp_size", "sp_size") if sizes.cp_enabled else ("sp_size", "cp_size")
-        value, rule = f"ParallelismConfig({given}={wrong[CP][0]})", "this strategy has no such axis"
-        found.add(value, rule, f"Give {other} instead, or leave it out.")
-        return
+    for axis in (PP, CP, TP):
+        if axis in wrong and dims.size(axis) == 1:
+            given = f"{axis}_size"
+            remedy = "Leave it out, give the size to the strategy's plugin, or choose another one."
+            if axis == CP:
+                given, other = sorted(("cp_size", "sp_size"), reverse=sizes.sp_enabled)
+                remedy = f"Give {other} instead, or leave it out."
+            value = f"ParallelismConfig({given}={wrong[axis][0]})"
+            rule = "the strategy that is on has one process on this axis"
+            found.add(value, rule, remedy)
+            return
     wanted = ", ".join(f"{axis}_size={size}" for axis, (size, _) in wrong.items())
     got = ", ".join(f"{axis}={size}" for axis, (_, size) in wrong.items())
     found.add(

@@ -144,6 +144,11 @@ def test_plugins_keep_what_else_they_say() -> None:
         (ParallelismConfig(), {"size": 2}, "dp_replicate_size=1"),
         (ParallelismConfig(sp_size=2), {"size": 2}, "Give cp_size instead"),
         (
+            ParallelismConfig(pp_size=2),
+            {"size": 2, "deepspeed_plugin": DeepSpeedPlugin()},
+            r"pp_size=2\).*one process on this axis. Leave it out",
+        ),
+        (
             ParallelismConfig(tp_size=2),
             {"size": 2, "torch_tp_plugin": TorchTensorParallelPlugin(tp_size=4)},
             "given in two places",
