@@ -254,6 +254,39 @@ def test_beside_stages_of_a_pipeline() -> None:
         assert max(found.values()) < 1e-6, found
 
 
+# -- evaluation ----------------------------------------------------------------------------
+
+
+def _evaluated(sizes: dict[str, int]) -> list[float]:
+    """Return the losses of 7 samples, in batches of 2 on each data-parallel rank, as gathered."""
+    samples = torch.randint(VOCABULARY, (7, TOKENS), generator=torch.Generator().manual_seed(2))
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(**sizes) if sizes else None
+    )
+    model, loader = accelerator.prepare(
+        _llama(), torch.utils.data.DataLoader(samples, batch_size=2)
+    )
+    model.eval()
+    found: list[float] = []
+    with torch.no_grad():
+        for ids in loader:
+            logits = model(input_ids=ids).logits.transpose(1, 2)
+            losses = F.cross_entropy(logits, shift_labels(ids), reduction="none").sum(dim=1)
+            found += accelerator.gather_for_metrics(losses).tolist()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["dp_shard_size", "pp_size"])
+def test_every_sample_of_an_evaluation_counts_once(beside: str) -> None:
+    pytest.importorskip("transformers")
+    (expected,) = run_distributed(_evaluated, 1, {})
+    assert len(expected) == 7
+    for found in run_distributed(_evaluated, 4, {"cp_size": 2, beside: 2}):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 # -- what it costs -------------------------------------------------------------------------
 
 
