@@ -101,8 +101,9 @@ def test_what_a_run_leaves(straight: Path) -> None:
         ["experiment=lm_sft_chat", *LANGUAGE, "fsdp=full_shard"],
         [*PRETRAIN, "deepspeed=zero3"],
         [*PRETRAIN, "parallelism.pp_size=2", "trainer.micro_batch_size=2"],
+        [*PRETRAIN, "parallelism.cp_size=2"],
     ],
-    ids=["ema", "swa", "chat", "pretrain", "stages"],
+    ids=["ema", "swa", "chat", "pretrain", "stages", "sequences"],
 )
 def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Path) -> None:
     """The same command again has the values and the bits of one that was not killed."""

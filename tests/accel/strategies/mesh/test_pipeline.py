@@ -186,8 +186,8 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def costs(schedule: str) -> dict[str, int]:
-    """Return the calls of this rank in a step that is not the first."""
+def costs(schedule: str) -> tuple[dict[str, int], list[int]]:
+    """Return the calls of this rank in a step that is not the first, and the elements it holds."""
     accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)
     model = deep(frozen=False)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
@@ -197,8 +197,10 @@ def costs(schedule: str) -> dict[str, int]:
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
+    states = [one for entry in optimizer.state.values() for one in entry.values()]
+    held = [sum(one.numel() for one in tensors) for tensors in (model.parameters(), states)]
     accelerator.end_training()
-    return dict(made.counts)
+    return dict(made.counts), held
 
 
 @pytest.mark.slow
@@ -209,12 +211,17 @@ def costs(schedule: str) -> dict[str, int]:
 def test_a_step_makes_the_calls_that_its_schedule_needs(
     schedule: str, boundaries: int, shared: int
 ) -> None:
-    """Micro-batches cross boundaries between ranks twice; shared weights' gradients once."""
-    ranks = run_distributed(costs, 2, schedule)
+    """Micro-batches cross boundaries between ranks twice; shared weights' gradients once.
+
+    Each rank holds half of the blocks, and the moments of their weights.
+    """
+    ranks, held = zip(*run_distributed(costs, 2, schedule), strict=True)
     sends = 2 * boundaries * MICRO_BATCHES + 2 * shared
     for name in ("send", "recv_"):
         assert sum(counts.pop(name) for counts in ranks) == sends
-    assert ranks == [{"broadcast_": 1, "allreduce_": 1}] * 2  # losses, the norm
+    assert ranks == ({"broadcast_": 1, "allreduce_": 1},) * 2  # losses, the norm
+    whole = sum(one.numel() for one in deep().parameters())
+    assert all(parameters < 0.55 * whole and state < 1.15 * whole for parameters, state in held)
 
 
 # -- evaluation, checkpoints -------------------------------------------------------------------
