@@ -43,7 +43,6 @@ from accel.strategies.mesh.torch_internals import (
     own_groups,
     param_groups,
     reduce_gradients_after,
-    unsharded_and_sharded,
 )
 
 T = TypeVar("T")
@@ -82,29 +81,6 @@ def train_what_requires_gradients(model: torch.nn.Module) -> None:
         unit.register_forward_pre_hook(before, prepend=True)  # type: ignore[attr-defined]
 
 
-def train_after_inference(model: torch.nn.Module) -> None:
-    """Let `model` be trained though its first forward pass is one in `torch.inference_mode`."""
-
-    def before(module: torch.nn.Module, *_: object) -> None:
-        allocate_outside_inference(module)
-
-    model.register_forward_pre_hook(before, prepend=True)
-
-
-def allocate_outside_inference(model: torch.nn.Module) -> None:
-    """Allocate the gathered parameters of `model`, if its first pass is in inference mode.
-
-    FSDP2 allocates them once, in the first pass; tensors of inference mode could never be trained.
-    So they are allocated outside of it, a unit at a time.
-    """
-    if not torch.is_inference_mode_enabled() or any(True for _ in unsharded_and_sharded([model])):
-        return
-    with torch.inference_mode(False):
-        for unit in fsdp_units(model):
-            unit.unshard()
-            unit.reshard()
-
-
 def reshard_before_steps(optimizer: torch.optim.Optimizer, models: Models) -> None:
     """Let each step of `optimizer` find shards, also after a forward pass without a backward."""
 
@@ -141,7 +117,6 @@ class SubmoduleCalls:
         model = None if self._depth else self._model()
         if isinstance(model, FSDPModule):
             make_root(model)
-            allocate_outside_inference(model)
             keep_requires_grad(own_groups(model))
             model.unshard()
         self._depth += 1

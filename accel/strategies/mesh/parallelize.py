@@ -38,7 +38,6 @@ from accel.strategies.mesh.hooks import (
     SubmoduleCalls,
     fsdp_units,
     reshard_after_evaluation,
-    train_after_inference,
     train_what_requires_gradients,
 )
 from accel.strategies.mesh.parameters import InitialWeights
@@ -197,7 +196,6 @@ def parallelize_stages(
         if settings.is_sharded or dims.grad_size > 1:
             shard_or_replicate(stage, units, ignored, weights, settings)
             reshard_after_evaluation(stage)
-            train_after_inference(stage)
             train_what_requires_gradients(stage)
             refuse_copies(fsdp_units(stage))
     refuse_copies([model])
@@ -262,7 +260,6 @@ def prefetch_forward(units: Modules) -> None:
 def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
     """Install the hooks that FSDP2 lacks: resharding, freezing, and calls of submodules."""
     reshard_after_evaluation(model)
-    train_after_inference(model)
     train_what_requires_gradients(model)
     dynamo = settings.dynamo
     if not is_compiling(dynamo) or dynamo.use_regional_compilation is not False:

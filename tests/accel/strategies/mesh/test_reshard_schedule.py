@@ -99,15 +99,6 @@ def first_evaluated(run: Run, step: int) -> list[float]:
     return between(run, step)
 
 
-def first_inferred(run: Run, step: int) -> list[float]:
-    """Let the first pass of all be one in inference mode."""
-    if step == 0:
-        with torch.inference_mode():
-            seen = run.loss(0).item()
-        return [seen, *between(run, step)]
-    return between(run, step)
-
-
 def over_copies(run: Run, step: int) -> list[float]:
     """Build the optimizer over copies, which a pass with gradients leaves until its backward."""
     if step == 0:
@@ -120,7 +111,7 @@ def over_copies(run: Run, step: int) -> list[float]:
     return between(run, step)
 
 
-FLOWS = (between, during, without_backward, swapped, first_evaluated, first_inferred, over_copies)
+FLOWS = (between, during, without_backward, swapped, first_evaluated, over_copies)
 
 
 def check_flows(engines: dict[str, Any]) -> None:
