@@ -20,10 +20,10 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.comm.ops import send_to_device
 from accel.logging import get_logger
 from accel.machine.device import copies_in_order
-from accel.machine.errors import Problem, StateError
+from accel.machine.errors import ConfigError, Problem, StateError
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights
-from accel.precision.amp import StepScaler
+from accel.precision.amp import StepScaler, parameters_of
 from accel.precision.wrapping import is_dispatched, own_module
 from accel.scheduler import wrap_scheduler
 from accel.strategies import optimizers as kinds
@@ -70,6 +70,8 @@ class Objects:
 logger = get_logger(__name__)
 
 Batch = TypeVar("Batch")
+# The attribute of a model that says whether it was prepared for evaluation alone.
+EVALUATED = "_is_prepared_for_evaluation"
 
 
 class Accumulation(Protocol):
@@ -297,6 +299,8 @@ class Strategy(ABC):
             self.wrap_model(model, place, evaluation)
             for model, place in zip(objects.models, placement.models, strict=True)
         ]
+        if self.plan.parallel_dims.grad_size > 1:
+            _refuse_evaluated(objects.optimizers, [*prepared.models, *models])
         optimizers = [
             self.wrap_optimizer(optimizer, place)
             for optimizer, place in zip(objects.optimizers, placement.optimizers, strict=True)
@@ -311,6 +315,7 @@ class Strategy(ABC):
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
         """Return `model` on the device, in the run's precision and the strategy's wrapper."""
+        setattr(model, EVALUATED, evaluation)
         self.precision.convert(model, evaluation)
         if place and not is_dispatched(model):
             model = model.to(self.device)
@@ -406,6 +411,22 @@ def make_scaler(plan: Plan) -> StepScaler | None:
     """Return the gradient scaler of fp16; None in other formats."""
     is_scaled = plan.mixed_precision == "fp16"
     return StepScaler(plan.device_type, **plan.scaler.to_kwargs()) if is_scaled else None
+
+
+def _refuse_evaluated(
+    optimizers: Iterable[torch.optim.Optimizer], models: Iterable[torch.nn.Module]
+) -> None:
+    """Refuse optimizers whose gradients no rank averages: those of evaluated models."""
+    evaluated = [model for model in models if getattr(own_module(model), EVALUATED, False)]
+    ids = {id(p) for model in evaluated for p in model.parameters()}
+    for optimizer in optimizers:
+        count = sum(id(p) in ids and p.requires_grad for p in parameters_of(optimizer))
+        if count:
+            raise ConfigError.of(
+                f"prepare: {count} parameters of an optimizer, of a model prepared for evaluation",
+                "its gradients are not averaged over the ranks, which would drift apart",
+                "Prepare it without evaluation_mode.",
+            )
 
 
 @final

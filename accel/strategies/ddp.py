@@ -173,7 +173,12 @@ class DDPGradients(Gradients):
         known = {id(p) for model in _COMPARED for p in model.parameters()}
         own = [p for p in entries if id(p) not in known and not hasattr(p, "_ddp_ignored")]
         if own:
-            raise ConfigError(_unreduced(f"add_param_group: {len(own)} parameters"))
+            raise ConfigError.of(
+                f"add_param_group: {len(own)} parameters of no model that DDP trains",
+                "their gradients are not averaged over the ranks, which would drift apart",
+                "Make them part of a prepared model before, and prepare it without "
+                "evaluation_mode.",
+            )
         return entries
 
 
@@ -187,20 +192,7 @@ class DDPStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         self.sync = DDPSync()
         self.gradients = DDPGradients(self.gradients.scaler)
-        self._forget_models()
         comm.before_exit(_detach)
-
-    def _forget_models(self) -> None:
-        self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        # Models that had nothing to train, with their hooks.
-        self._frozen: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in vars(self).items() if k not in ("_evaluated", "_frozen")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._forget_models()
 
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
@@ -218,10 +210,9 @@ class DDPStrategy(Strategy):
             return model
         model = super().wrap_model(model, place, evaluation)
         if evaluation:
-            self._evaluated.add(model)
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            self._frozen[model] = model.register_forward_pre_hook(CompareTrainable(model))
+            model.register_forward_pre_hook(CompareTrainable(model))
             return model
         wrapped = DistributedDataParallel(model, **self._arguments(model))
         register_hook(wrapped, self.plan.ddp)
@@ -233,14 +224,17 @@ class DDPStrategy(Strategy):
 
         A model that had nothing to train returns in DDP. Every rank calls this.
         """
-        if model in self._frozen and any(p.requires_grad for p in model.parameters()):
-            self._frozen.pop(model).remove()
-            return self.wrap_model(model, place=False)
+        trains = any(p.requires_grad for p in model.parameters())
+        hooks = model._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, CompareTrainable)]:
+            if trains and not isinstance(model, DistributedDataParallel):  # it had nothing to train
+                del hooks[key]
+                return self.wrap_model(model, place=False)
         if not isinstance(model, DistributedDataParallel) or model not in _COMPARED:
             return model
         compared = _COMPARED[model]
         # What is frozen as a whole has nothing to reduce.
-        if compared.known.changed() and any(p.requires_grad for p in model.parameters()):
+        if compared.known.changed() and trains:
             _check_again(model, compared.is_ours)
             self._rebuild(model)
             compared.known = Trainable(model.module)
@@ -265,12 +259,7 @@ class DDPStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer`, which warns of gradients that are not averaged."""
-        own = unwrap_optimizer(optimizer)
-        ids = {id(p) for model in self._evaluated for p in model.parameters()}
-        count = sum(id(p) in ids and p.requires_grad for p in parameters_of(own))
-        if count:
-            raise ConfigError(_unreduced(f"prepare: {count} parameters of an optimizer"))
-        own.register_step_pre_hook(WarnOfBypassed())
+        unwrap_optimizer(optimizer).register_step_pre_hook(WarnOfBypassed())
         return super().wrap_optimizer(optimizer, place)
 
     def close(self) -> None:
@@ -350,14 +339,6 @@ def _bypassed(model: DistributedDataParallel, count: int) -> Problem:
         "apart",
         "Call model(…), whose forward calls the method; or average them yourself: "
         "accelerator.reduce(p.grad, 'mean').",
-    )
-
-
-def _unreduced(value: str) -> Problem:
-    return Problem(
-        f"{value} of no model that DDP trains",
-        "their gradients are not averaged over the ranks, which would drift apart",
-        "Make them part of a prepared model before, and prepare it without evaluation_mode.",
     )
 
 

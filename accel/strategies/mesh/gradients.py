@@ -229,29 +229,6 @@ def average_gradients(parameters: Sequence[torch.Tensor], mesh: DeviceMesh) -> N
                 same[index].grad = None
 
 
-def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> None:
-    """Let the first step of `optimizer` raise if it trains a model prepared for evaluation only.
-
-    `evaluated` are such models, as they are at that step.
-    """
-    waiting = [True]
-
-    def check(own: torch.optim.Optimizer, *_: object) -> None:
-        if not waiting:
-            return
-        waiting.clear()
-        ids = {id(parameter) for model in evaluated for parameter in model.parameters()}
-        count = sum(id(p) in ids and p.grad is not None for p in parameters_of(own))
-        if count:
-            raise ConfigError.of(
-                f"optimizer.step: {count} parameters of a model prepared for evaluation",
-                "gradients of such a model are not averaged over the ranks",
-                "Prepare it without evaluation_mode.",
-            )
-
-    optimizer.register_step_pre_hook(check)
-
-
 class ShardedStepScaler(StepScaler):
     """A `StepScaler` whose ranks agree on which steps are skipped.
 

@@ -31,7 +31,6 @@ from accel.strategies.mesh.gradients import (
     MeshGradients,
     MeshSync,
     average_gradients,
-    refuse_unaveraged,
 )
 from accel.strategies.mesh.hooks import (
     forget_after_steps,
@@ -117,7 +116,6 @@ class MeshStrategy(Strategy):
             )
         self._settings = read_settings(plan, self._mesh, comm, device, precision)
         self._models = MeshModels({id(m): m for m in (self._mesh, self._named_mesh)}.values(), comm)
-        self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._remap = ParameterRemap()
         self.sync: MeshSync = MeshSync(name)
         self.gradients: MeshGradients = MeshGradients(
@@ -219,7 +217,6 @@ class MeshStrategy(Strategy):
         weights = self._settings.initial_weights(self.device if place else torch.device("cpu"))
         weights.check(model)
         weights.materialize(model)
-        self._evaluated.add(model)
         return super().wrap_model(model, place, evaluation=True)
 
     def wrap_optimizer(
@@ -232,8 +229,6 @@ class MeshStrategy(Strategy):
         self._remap.remap(optimizer)
         self._check_kind(own)
         reshard_before_steps(own, self._models)
-        if self.plan.parallel_dims.grad_size > 1:
-            refuse_unaveraged(own, self._evaluated)
         check_first_step(own, self._mesh, self._models)
         step_by_mesh(own)
         if self._gathers_fp8:

@@ -103,13 +103,13 @@ def check_evaluated(engines: dict[str, Any]) -> None:
 
 def check_not_trained(accelerator: Any, model: torch.nn.Module) -> None:
     """Gradients of an evaluated model are not averaged, so that an optimizer refuses them."""
-    optimizer = accelerator.prepare(adamw(model))
-    accelerator.backward(loss_of(model, *data(1).tensors))
     if accelerator.parallel_dims.grad_size == 1:
+        optimizer = accelerator.prepare(adamw(model))
+        accelerator.backward(loss_of(model, *data(1).tensors))
         optimizer.step()
         return
     with pytest.raises(ConfigError, match="of a model prepared for evaluation"):
-        optimizer.step()
+        accelerator.prepare(adamw(model))
 
 
 def check_evaluated_in_bf16() -> None:
