@@ -69,7 +69,7 @@ def describe(path: str | PathLike[str]) -> Manifest:
         rule = f"it has no {directory.MANIFEST}, and not the documented files of a state either"
         raise broken(root, rule, "Name a directory that `save_state` wrote to its end.")
     entries = directory.entries(root)
-    random_states = load_plain(root / directory.random_states_name(0), pickled_arrays=True)
+    random_states = load_plain(root / directory.random_states_name(0))
     engine = {
         # Loaders have no files there, however many there were.
         "objects": {kind: _count(entries, kind) for kind in _NAMES} | {"dataloaders": math.inf},
@@ -149,17 +149,12 @@ def read_model(folder: Path, index: int = 0, allocate: Allocate | None = None) -
     return sharded.read_model_folder(folder / name, allocate or sharded.empty)
 
 
-def read_optimizer(
-    folder: Path, index: int = 0, allocate: Allocate | None = None, pickled_arrays: bool = False
-) -> Any:
-    """Return the state of the `index`-th optimizer; arguments and errors as of `read_model`.
-
-    `pickled_arrays`: as of `load_plain`.
-    """
+def read_optimizer(folder: Path, index: int = 0, allocate: Allocate | None = None) -> Any:
+    """Return the state of the `index`-th optimizer; arguments and errors as of `read_model`."""
     name = sharded_optimizer_name(index)
     if not is_held(folder, name):
         path = folder / numbered("optimizer", ".bin", index)
-        return load_plain(path, pickled_arrays=pickled_arrays)
+        return load_plain(path)
     from accel.checkpoint import sharded
 
     return sharded.read_optimizer_folder(folder / name, index, allocate or sharded.empty)
@@ -178,7 +173,7 @@ class Saved:
 
     def plain(self, name: str) -> Any:
         """Return what the file `name` holds."""
-        return load_plain(self.path / name, pickled_arrays=self.foreign)
+        return load_plain(self.path / name)
 
 
 def load(
@@ -333,7 +328,7 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
     names = run.parameter_names()
     for index, optimizer in enumerate(objects.optimizers):
         allocate = run.strategy.state.allocate_state(optimizer, names)
-        state = read_optimizer(saved.path, index, allocate, pickled_arrays=saved.foreign)
+        state = read_optimizer(saved.path, index, allocate)
         if saved.foreign and is_by_position(state):
             optimizer.load_state_dict(state)
         else:

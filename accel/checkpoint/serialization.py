@@ -2,7 +2,7 @@
 
 Nothing read here can run code: weights are safetensors, the rest is read with
 ``torch.load(weights_only=True)``. What that could not read back is refused when it is written.
-NumPy arrays are stored as tensors of bytes; none is pickled.
+NumPy arrays are pickled, and built from plain entries alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -35,64 +35,6 @@ def usual_mode(path: Path) -> Iterator[None]:
     path.chmod(mode)
 
 
-_MARK = "numpy.ndarray"  # of what stands for an array: its bytes, its dtype and its shape
-
-
-def is_storable(value: object) -> TypeGuard[np.ndarray]:
-    """Return whether `value` is an array that a file can hold: one of plain, sized entries."""
-    return (
-        type(value) is np.ndarray
-        and not value.dtype.hasobject
-        and np.dtype(np.lib.format.dtype_to_descr(value.dtype)) == value.dtype
-    )
-
-
-def _without_arrays(value: object) -> object:
-    """Return plain containers with bytes in place of arrays, and numbers in place of scalars."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if is_storable(value):
-        content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        described = np.lib.format.dtype_to_descr(value.dtype)
-        return {_MARK: torch.tensor(content), "dtype": described, "shape": list(value.shape)}
-    return _rebuilt(value, _without_arrays)
-
-
-def _with_arrays(value: object) -> object:
-    """Return what `_without_arrays` was given."""
-    if _is_mark(value):
-        dtype = np.dtype(_as_description(value["dtype"]))
-        return value[_MARK].numpy().view(dtype).reshape(value["shape"])
-    return _rebuilt(value, _with_arrays)
-
-
-def _is_mark(value: object) -> TypeGuard[dict[str, Any]]:
-    return type(value) is dict and value.keys() == {_MARK, "dtype", "shape"}
-
-
-def _has_marks(value: Any) -> bool:
-    if _is_mark(value):
-        return not value[_MARK].is_meta
-    parts = value.values() if isinstance(value, dict) else value
-    return isinstance(value, (dict, list, tuple)) and any(map(_has_marks, parts))
-
-
-def _rebuilt(value: Any, change: Callable[[object], object]) -> Any:
-    """Return a plain container with its keys and entries changed; any other value as it is."""
-    if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({change(key): change(item) for key, item in value.items()})
-    if type(value) in (list, tuple, set):
-        return type(value)(map(change, value))
-    return value
-
-
-def _as_description(description: Any) -> Any:
-    """Return the description of a dtype, whose fields are tuples."""
-    if isinstance(description, list):
-        return [tuple(map(_as_description, field)) for field in description]
-    return description
-
-
 T = TypeVar("T")
 _EXTRA = "model_extra"
 # What the pickle of a NumPy array or scalar calls, under the names of NumPy 1 and 2.
@@ -100,6 +42,7 @@ _REBUILD: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce
 _ARRAYS: list[Any] = [
     np.ndarray,
     np.dtype,
+    bytes,  # called for those of an empty array
     *(
         (function, f"numpy.{core}.multiarray.{function.__name__}")
         for function in _REBUILD
@@ -116,25 +59,21 @@ _WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, Runt
 def save_plain(value: object, path: Path, what: str) -> None:
     """Write plain containers of tensors, arrays and numbers, and see that they can be read back.
 
-    NumPy scalars become Python numbers.
-
     Raise a `CheckpointError` that names `what` (e.g. "scheduler 0") and the place of a value that
     `load_plain` could not read.
     """
-    plain = _without_arrays(value)
     try:
-        torch.save(plain, path)
+        torch.save(value, path)
         # With mmap only the structure is read: the tensors' bytes are not touched.
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        load(path, map_location="cpu", mmap=True)
     except _WRITE_ERRORS:
-        refuse_unreadable(plain, what)
+        refuse_unreadable(value, what)
         raise
 
 
 def refuse_unreadable(value: object, what: str) -> None:
     """Raise a `CheckpointError` that names `what` and the place of a value `load` cannot read."""
-    with torch.serialization.safe_globals(_ARRAYS):
-        found = next(_unreadable(value, what), None)
+    found = next(_unreadable(value, what), None)
     if found is not None:
         place, part = found
         kind = type(part)
@@ -149,22 +88,18 @@ def refuse_unreadable(value: object, what: str) -> None:
         )
 
 
-def load_plain(
-    path: Path, map_location: str = "cpu", mmap: bool = False, pickled_arrays: bool = False
-) -> Any:
+def load_plain(path: Path, map_location: str = "cpu", mmap: bool = False) -> Any:
     """Return what `save_plain` wrote.
 
     Args:
         map_location: where tensors are; "meta" reads none of their bytes.
         mmap: whether the file is mapped into memory, so that tensors are read when they are used.
-        pickled_arrays: whether arrays that another program pickled are let in, too.
 
     Raises:
         CheckpointError: if the file is missing, would run code, or cannot be mapped.
     """
     try:
-        with torch.serialization.safe_globals(_ARRAYS if pickled_arrays else []):
-            plain = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+        return load(path, map_location, mmap=mmap)
     except FileNotFoundError as error:
         raise _lacking(path) from error
     except (pickle.PickleError, EOFError, RuntimeError, ValueError, KeyError) as error:
@@ -174,7 +109,6 @@ def load_plain(
             "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
         raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
-    return _with_arrays(plain) if _has_marks(plain) else plain
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
@@ -221,7 +155,7 @@ def _survives(value: object) -> bool:
     try:
         torch.save(value, buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        load(buffer, map_location="cpu")
     except _WRITE_ERRORS:
         return False
     return True
