@@ -1,15 +1,13 @@
-"""Errors of a full disk name the folder, the free space there and the space needed."""
+"""Errors of a full disk name the folder and the free space there."""
 
 from __future__ import annotations
 
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from accel.machine.errors import DiskFullError, Problem, text_of
 
@@ -22,29 +20,21 @@ REMEDY = "Make room there, or write elsewhere"
 
 
 @contextmanager
-def told(
-    what: str, folder: Path, needed: Callable[[], int] = lambda: 0, remedy: str = f"{REMEDY}."
-) -> Iterator[None]:
-    """Raise a `DiskFullError` for failures inside that come from the full disk of `folder`.
-
-    It names the folder, the free space and the space needed: `needed` returns the bytes of all of
-    `what`, and is called after a failure.
-    """
+def told(what: str, folder: Path, remedy: str = f"{REMEDY}.") -> Iterator[None]:
+    """Raise a `DiskFullError` for failures inside that come from the full disk of `folder`."""
     try:
         yield
     except DiskFullError:
         raise
     except Exception as error:
-        size = needed()
         free = _free(folder)
-        if not is_full(error) and not (_is_short_write(error) and free < max(size, 1 << 20)):
+        if not is_full(error) and not (_is_short_write(error) and free < 1 << 20):
             raise
         other = _file_elsewhere(error, folder)
         if other is not None:
             rule = f"the disk is full: {in_bytes(_free(other.parent))} are free in {other.parent}"
             raise DiskFullError(Problem(f"writing {other}", rule, f"{REMEDY}.")) from error
-        wants = f"; {what} takes about {in_bytes(size)}" if size else ""
-        rule = f"the disk is full: {in_bytes(free)} are free in {folder}{wants}"
+        rule = f"the disk is full: {in_bytes(free)} are free in {folder}"
         raise DiskFullError(Problem(f"writing {what}", rule, remedy)) from error
 
 
@@ -82,17 +72,6 @@ def _free(folder: Path) -> int:
     while not place.exists() and place != place.parent:
         place = place.parent
     return shutil.disk_usage(place).free
-
-
-def size_of(value: object) -> int:
-    """Return the bytes of all tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(size_of, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(size_of, value))
-    return 0
 
 
 def in_bytes(count: float) -> str:

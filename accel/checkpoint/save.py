@@ -6,7 +6,7 @@ Its phases are all or none: a failure on one rank raises on all of them before t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import fspath
 from pathlib import Path
@@ -220,9 +220,8 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> dict[str, Any
     states = list(_shared_states(run))
     shards = _sharded_optimizers(run) if io.saves_shards else {}
     remaining = list(weights)
-    everything = [weights, shards, [state for _, state, _ in states]]
     rank = run.comm.rank
-    with _room_for(folder, lambda: disk_full.size_of(everything)):
+    with _room_for(folder):
         for hook in options.hooks:
             hook(list(objects.models), remaining, fspath(folder))
         models = hooked(remaining, weights, "save_state")
@@ -273,18 +272,16 @@ def _check_shards(names: list[str], held: Mapping[str, object]) -> None:
 def _write_shards(run: RunObjects, folder: Path, name: str, state: dict[str, Any]) -> None:
     from accel.checkpoint import sharded
 
-    with _room_for(folder, lambda: disk_full.size_of(state)):
+    with _room_for(folder):
         sharded.write(state, folder / name)
 
 
-def _room_for(
-    folder: Path, needed: Callable[[], int] = lambda: 0
-) -> contextlib.AbstractContextManager[None]:
+def _room_for(folder: Path) -> contextlib.AbstractContextManager[None]:
     remedy = (
         f"{disk_full.REMEDY} (ProjectConfiguration(project_dir=…)), or keep fewer checkpoints "
         "(ProjectConfiguration(total_limit=…))."
     )
-    return disk_full.told("the checkpoint", folder.parent, needed, remedy)
+    return disk_full.told("the checkpoint", folder.parent, remedy)
 
 
 def _shared_states(run: RunObjects) -> Iterator[tuple[str, object, str]]:

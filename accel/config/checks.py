@@ -75,10 +75,7 @@ def check_minimum(owner: object, name: str, minimum: float, problems: list[Probl
     where = f"{type(owner).__name__}.{name}={value!r}"
     if value is None or any(problem.value == where for problem in problems):
         return
-    if not isinstance(value, Real):
-        rule = f"it is a number, at least {minimum}"
-        problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
-    elif value < minimum:
+    if not isinstance(value, Real) or value < minimum:
         rule = f"it is at least {minimum}"
         problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
 

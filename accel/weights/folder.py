@@ -78,7 +78,7 @@ def offload_weight(
         )
     content = weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     path = Path(offload_folder) / f"{weight_name}.dat"
-    with _writing(path, content.numel()):
+    with _writing(path):
         if not _holds(path, content):
             _write(path, content)
     if index is not None:
@@ -93,16 +93,16 @@ def make_folder(folder: PathLike) -> Path:
         folder: with its parents.
     """
     path = Path(folder)
-    with _writing(path, 0):
+    with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 @contextmanager
-def _writing(path: Path, num_bytes: int) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Raise a `CheckpointError` that names `path` where it cannot be written."""
     try:
-        with disk_full.told(f"{str(path)!r}", path.parent, lambda: num_bytes):
+        with disk_full.told(f"{str(path)!r}", path.parent):
             yield
     except OSError as error:
         rule = f"the folder of offloaded weights is one that can be written ({text_of(error)})"
@@ -238,9 +238,8 @@ def drop_from_index(names: Collection[str], offload_folder: PathLike) -> None:
 
 def _write_index(path: Path, index: Mapping[str, Info]) -> None:
     part = path.with_name(f"{INDEX}.{os.getpid()}.part")
-    text = json.dumps(index, indent=2)
-    with _writing(path, len(text)):
-        part.write_text(text, encoding="utf-8")
+    with _writing(path):
+        part.write_text(json.dumps(index, indent=2), encoding="utf-8")
         os.replace(part, path)
 
 
