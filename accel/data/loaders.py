@@ -40,22 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
-_SHARD_ARGUMENTS = (
-    "device",
-    "rng_types",
-    "synchronized_generator",
-    "_drop_last",
-    "_non_blocking",
-    "torch_device_mesh",
-)
-_DISPATCHER_ARGUMENTS = (
-    *_SHARD_ARGUMENTS,
-    "split_batches",
-    "slice_fn",
-    "even_batches",
-    "num_processes",
-    "process_index",
-)
 _END = object()
 
 
@@ -95,8 +79,6 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
     Raises:
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
-
-    _own_arguments = _SHARD_ARGUMENTS
 
     def __init__(
         self,
@@ -240,8 +222,6 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
     Raises:
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
-
-    _own_arguments = _DISPATCHER_ARGUMENTS
 
     def __init__(
         self,

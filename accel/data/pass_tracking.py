@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -23,6 +24,8 @@ from accel.machine.errors import ConfigError
 from accel.state import GradientState
 
 T = TypeVar("T")
+# Arguments of prepared loaders that a skipping copy does not take from attributes.
+_NOT_COPIED = {"self", "dataset", "iteration", "use_stateful_dataloader", "kwargs"}
 
 
 class PreparedLoader(OrderedLoader):
@@ -42,7 +45,6 @@ class PreparedLoader(OrderedLoader):
 
     use_stateful_dataloader = False
     transform: Callable[[Any], Any] | None = None
-    _own_arguments: tuple[str, ...] = ()  # the keyword arguments that only this class takes
 
     def __init__(
         self,
@@ -85,9 +87,8 @@ class PreparedLoader(OrderedLoader):
 
     def _skipping(self, num_batches: int) -> PreparedLoader:
         """Return a loader like this one without its first `num_batches` batches."""
-        arguments = loader_arguments(self)
-        for name in (*self._own_arguments, "skip_batches"):
-            arguments[name] = getattr(self, name)
+        own = inspect.signature(type(self).__init__).parameters.keys() - _NOT_COPIED
+        arguments = loader_arguments(self) | {name: getattr(self, name) for name in own}
         entries = 0
         if isinstance(self.dataset, IterableDataset):
             arguments["skip_batches"] += num_batches
