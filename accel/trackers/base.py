@@ -162,7 +162,7 @@ class LibraryTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
-    id_path: ClassVar[str] = "id"  # of the run object's attribute that is its id
+    id_path: ClassVar[str] = "id"  # of the run object's attribute that is its id; empty: none is
     flushes: ClassVar[bool] = False  # whether the run object buffers, and has a `flush`
     alias: ClassVar[str] = ""  # the run object, as an attribute that the documentation names
 
@@ -190,7 +190,8 @@ class LibraryTracker(GeneralTracker):
     @property
     def run_id(self) -> str | None:
         """The library's id of the open run."""
-        return None if self._run is None else str(attrgetter(self.id_path)(self._run))
+        run = self._run if self.id_path else None
+        return None if run is None else str(attrgetter(self.id_path)(run))
 
     def flush(self) -> None:
         """Write what the library buffers."""

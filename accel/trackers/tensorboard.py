@@ -30,6 +30,7 @@ class TensorBoardTracker(LibraryTracker):
     name = "tensorboard"
     requires_logging_directory = True
     alias = "writer"
+    id_path = ""
     flushes = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Pat
     accelerator.log({"loss": 0.25, "parts": {"a": 1.0}}, step=2)
     accelerator.log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=2)
     assert accelerator.get_tracker("tensorboard", unwrap=True).log_dir == str(tmp_path / "run")
+    accelerator.save_state(tmp_path / "state")  # notes ids of runs, of which this has none
     accelerator.end_training()
     assert accelerator.trackers == []
     assert scalars(tmp_path / "run")["loss"] == [(1, 0.5), (2, 0.25)]

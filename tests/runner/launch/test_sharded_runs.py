@@ -34,6 +34,10 @@ ENGINES = {
     "drawn once": (2, (*TWO, "fsdp.cpu_ram_efficient_loading=true")),
     "hybrid": (4, (*FOUR, "fsdp=hybrid_shard", "fsdp.dp_replicate_size=2")),
     "shards": (2, (*TWO, "fsdp.state_dict_type=SHARDED_STATE_DICT")),
+    "stages": (
+        2,
+        (*TWO, "fsdp.state_dict_type=SHARDED_STATE_DICT", "parallelism.pp_size=2"),
+    ),
     "nodes": (4, (*FOUR, "fsdp=hybrid_shard")),  # there is one node, so there is one replica
     "parts": (
         2,
@@ -89,6 +93,8 @@ REPEATED = (
     ("two", "sequences"),
     ("shards", "one"),
     ("shards", "shards"),
+    ("stages", "one"),
+    ("shards", "stages"),
     ("split", "one"),
     ("nodes", "hybrid"),
 )
