@@ -312,6 +312,15 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "accel.precision.wrapping": ("is_peft_model",),
     },
+    "accel.utils.megatron_lm": {
+        "accel.strategies.megatron.steps": (
+            "AbstractTrainStep",
+            "BertTrainStep",
+            "GPTTrainStep",
+            "T5TrainStep",
+            "avg_losses_across_data_parallel_group",
+        ),
+    },
     "accel.utils.memory": {
         "accel.machine.memory": (
             "clear_device_cache",

@@ -37,7 +37,10 @@ OF_MODELS = (
     *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_activations"),
     *("sequence_parallelism", "other_megatron_args"),
 )
-CALLABLES = ("custom_model_provider_function",)
+CALLABLES = (
+    *("custom_model_provider_function", "custom_train_step_class", "custom_get_batch_function"),
+    "custom_loss_function",
+)
 # Documented fields that are not built, by what to do instead; their defaults are accepted.
 REFUSED: Mapping[str, str] = {
     "Use FullyShardedDataParallelPlugin().": "use_custom_fsdp",
@@ -58,11 +61,8 @@ REFUSED: Mapping[str, str] = {
     "lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr consumed_samples",
     "Give the optimizer groups with their own lr and weight_decay.": "no_wd_decay_cond "
     "scale_lr_cond lr_mult",
-    "Prepare a DataLoader of torch.": "megatron_dataset_flag custom_get_batch_function "
-    "custom_megatron_datasets_provider_function",
+    "Prepare a DataLoader of torch.": "custom_megatron_datasets_provider_function",
     "Do it in your loop.": "tensorboard_dir set_all_logging_options eval_iters eval_interval",
-    "Give loss_fn to accelerator.forward_backward.": "custom_loss_function "
-    "custom_train_step_class custom_train_step_kwargs",
 }
 
 
@@ -88,9 +88,16 @@ class MegatronLMPlugin:
         recompute_activations: short for recompute_granularity="selective".
         use_distributed_optimizer: whether optimizer state is sharded over data-parallel ranks.
         is_train_batch_min: whether the smallest batch size of several loaders is that of training.
-        seq_length: accepted: shapes of pipeline stages follow the batches.
+        seq_length: positions of T5; None: 512. Else shapes follow the batches.
         custom_model_provider_function: builds the megatron-core model of this rank; called with
             pre_process and post_process: whether it embeds tokens, and computes the output.
+        custom_train_step_class: an `AbstractTrainStep`; None: that of the kind of model.
+        custom_train_step_kwargs: further keyword arguments of that class.
+        custom_get_batch_function: takes the place of what `AbstractTrainStep.get_batch_func` of
+            the kind of model returns.
+        custom_loss_function: likewise, of `get_loss_func`.
+        megatron_dataset_flag: whether batches are those of Megatron's data sets; else they are
+            those of models of transformers.
         other_megatron_args: further fields of megatron-core's `TransformerConfig`, by name.
         use_custom_fsdp: not built.
         optimizer_cpu_offload: not built.
@@ -128,16 +135,11 @@ class MegatronLMPlugin:
         no_wd_decay_cond: not built.
         scale_lr_cond: not built.
         lr_mult: not built.
-        megatron_dataset_flag: not built.
-        custom_get_batch_function: not built.
         custom_megatron_datasets_provider_function: not built.
         tensorboard_dir: not built.
         set_all_logging_options: not built.
         eval_iters: not built.
         eval_interval: not built.
-        custom_loss_function: not built.
-        custom_train_step_class: not built.
-        custom_train_step_kwargs: not built.
 
     Raises:
         ConfigError: naming every value that is wrong.

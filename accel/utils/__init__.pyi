@@ -167,6 +167,13 @@ from accel.strategies.deepspeed.wrappers import (
 )
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accel.strategies.megatron.steps import AbstractTrainStep as AbstractTrainStep
+from accel.strategies.megatron.steps import BertTrainStep as BertTrainStep
+from accel.strategies.megatron.steps import GPTTrainStep as GPTTrainStep
+from accel.strategies.megatron.steps import T5TrainStep as T5TrainStep
+from accel.strategies.megatron.steps import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
 from accel.strategies.mesh.gradients import get_grad_scaler as get_grad_scaler
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
@@ -192,6 +199,7 @@ from accel.utils import deepspeed as deepspeed
 from accel.utils import environment as environment
 from accel.utils import fsdp_utils as fsdp_utils
 from accel.utils import imports as imports
+from accel.utils import megatron_lm as megatron_lm
 from accel.utils import memory as memory
 from accel.utils import modeling as modeling
 from accel.utils import offload as offload

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-MEGATRON = "loops and datasets are the caller's: `forward_backward` takes a loss function"
+MEGATRON = "datasets and schedules are the caller's"
 BY_ENGINE = "`prepare` reads it from the objects"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
-    "utils.AbstractTrainStep": MEGATRON,
-    "utils.BertTrainStep": MEGATRON,
-    "utils.GPTTrainStep": MEGATRON,
     "utils.MegatronLMDummy": MEGATRON,
     "utils.MegatronLMPlugin.set_": BY_ENGINE,
-    "utils.T5TrainStep": MEGATRON,
-    "utils.avg_losses_across_data_parallel_group": MEGATRON,
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,
     "data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch": (

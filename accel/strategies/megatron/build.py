@@ -1,4 +1,4 @@
-"""Building megatron-core's GPTModel from a model of transformers, whose weights it takes by name.
+"""Building models of megatron-core from models of transformers: GPT with their weights by name.
 
 Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/index.html
 """
@@ -6,21 +6,36 @@ Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import (
+    decoder_model_with_local_spec,
+    encoder_model_with_local_spec,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from accel.machine.errors import ConfigError, Problems
+from accel.strategies.megatron.steps import (
+    AbstractTrainStep,
+    BertTrainStep,
+    GPTTrainStep,
+    T5TrainStep,
+)
 
 if TYPE_CHECKING:
     from accel.config.megatron import MegatronLMPlugin
@@ -63,7 +78,9 @@ UNUSED = {
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     "virtual_pipeline_model_parallel_size",
 }
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel")
+GPT = ("LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel")
+BERT = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
+T5 = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 
 
 @final
@@ -196,44 +213,161 @@ def _head_size(config: Any) -> int:
 # -- the model -----------------------------------------------------------------------------
 
 
-def build_gpt(model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dtype) -> GPTModel:
-    """Return this rank's shard of a model of transformers, without its weights.
+def build_model(
+    model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dtype, seed: int
+) -> MegatronModule:
+    """Return this rank's shard of a model of transformers.
+
+    GPT has no weights yet; those of BERT and T5 are drawn from `seed`, the same for each tp_degree.
 
     Raise `ConfigError` for a model that megatron-core would compute otherwise.
     """
     config: Any = getattr(model, "config", None)
-    _check(model, config, plugin)
-    is_gpt2 = config.model_type == "gpt2"
-    own = {**_sizes(config), **_distributed(plugin, dtype)}
+    name = type(model).__name__
+    if name not in GPT + BERT + T5:
+        rule = f"it rebuilds {', '.join(GPT + BERT + T5)}, and takes modules of megatron-core"
+        raise ConfigError.of(f"prepare: {name} under Megatron", rule, "Give one of these.")
+    sizes = _sizes_of_t5(config) if name in T5 else _sizes(config)
+    _check(name, config, sizes, plugin)
+    own = {**sizes, **_distributed(plugin, dtype)}
     further = plugin.other_megatron_args or {}
     known = {one.name for one in dataclasses.fields(TransformerConfig)} - own.keys() - UNUSED
     if odd := sorted(set(further) - known):
         rule = "it takes fields of TransformerConfig that model and plugin leave open"
         raise ConfigError.of(f"other_megatron_args: {', '.join(odd)}", rule, "Leave them out.")
-    core = TransformerConfig(**own, **further)
-    layer = get_gpt_layer_local_spec(normalization=core.normalization)
-    parts = layer.submodules
+    if name in GPT:
+        _check_gpt(model, config)
+        return _build_gpt(config, TransformerConfig(**own, **further))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        core = TransformerConfig(**own, **further, use_cpu_initialization=True)
+        if name in T5:
+            return _build_t5(config, core, plugin)
+        return _build_bert(config, core, has_binary_head=name == BERT[0])
+
+
+def _stage() -> dict[str, bool]:
+    return {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+
+
+def _layer(spec: Any) -> Any:
+    """Return the spec of a layer with torch's norms and attention."""
+    spec = copy.deepcopy(spec)
+    parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = ScaledDotProductAttention
+    attentions = [parts.self_attention]
+    if hasattr(parts.cross_attention, "submodules"):
+        parts.pre_cross_attn_layernorm = Norm
+        attentions.append(parts.cross_attention)
+    for attention in attentions:
+        attention.submodules.core_attention = ScaledDotProductAttention
+    return spec
+
+
+def _block(spec: Any, core: TransformerConfig) -> TransformerBlockSubmodules:
+    count = core.num_layers // core.pipeline_model_parallel_size
+    return TransformerBlockSubmodules([_layer(spec)] * count, Norm)
+
+
+def _build_gpt(config: Any, core: TransformerConfig) -> GPTModel:
     rope = getattr(config, "rope_parameters", None) or {}
     return GPTModel(
         core,
-        TransformerBlockSubmodules([layer] * (core.num_layers // plugin.pp_degree), Norm),
+        _block(get_gpt_layer_local_spec(normalization=core.normalization), core),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
+        position_embedding_type="learned_absolute" if config.model_type == "gpt2" else "rope",
         rotary_base=rope.get("rope_theta", 10000),
+        **_stage(),
     )
 
 
-def _check(model: torch.nn.Module, config: Any, plugin: MegatronLMPlugin) -> None:
+@final
+class Bert(BertModel):
+    """BERT whose attention mask is for torch's attention, of which each token sees some."""
+
+    def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
+        return "b1ss"
+
+    def bert_extended_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return which tokens are hidden from which, [B, 1, T, T], from [B, T], 0 for padding."""
+        length = attention_mask.shape[1]
+        return (attention_mask == 0)[:, None, None].expand(-1, 1, length, -1)
+
+
+def _build_bert(config: Any, core: TransformerConfig, has_binary_head: bool) -> Bert:
+    return Bert(
+        core,
+        num_tokentypes=2 if has_binary_head else 0,
+        transformer_layer_spec=_layer(bert_layer_local_spec),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=True,
+        add_binary_head=has_binary_head,
+        **_stage(),
+    )
+
+
+def _build_t5(config: Any, core: TransformerConfig, plugin: MegatronLMPlugin) -> T5Model:
+    encoder = dataclasses.replace(core, num_layers=config.num_layers)
+    return T5Model(
+        core,
+        encoder,
+        _block(encoder_model_with_local_spec(), encoder),
+        _block(decoder_model_with_local_spec(), core),
+        vocab_size=config.vocab_size,
+        max_sequence_length=plugin.seq_length or getattr(config, "n_positions", 512),
+        share_embeddings_and_output_weights=True,
+    )
+
+
+def step_of(model: torch.nn.Module, core: Any) -> tuple[type[AbstractTrainStep], SimpleNamespace]:
+    """Return the train step of a kind of model, and its arguments."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    kind = BertTrainStep if name in BERT else T5TrainStep if name in T5 else GPTTrainStep
+    names = ("sliding_window", "decoder_start_token_id", "pad_token_id", "num_labels")
+    own = {name: getattr(config, name, None) for name in names}
+    flags = {"pretraining_flag": True, "bert_binary_head": name == BERT[0]}
+    return kind, SimpleNamespace(**{**vars(core.config), **own, **flags})
+
+
+def _check(name: str, config: Any, sizes: dict[str, Any], plugin: MegatronLMPlugin) -> None:
+    """Refuse sizes that the degrees of a plugin do not divide."""
+    problems, (tp, pp) = Problems(), plugin.sizes
+    divided = {
+        "attention heads": sizes["num_attention_heads"],
+        "key-value heads": sizes.get("num_query_groups", sizes["num_attention_heads"]),
+        "features of an MLP": sizes["ffn_hidden_size"],
+    }
+    for what, size in divided.items():
+        if size % tp:
+            shown = f"{name}: {size} {what} with tp_degree={tp}"
+            problems.add(shown, "each rank has as many", "Choose another tp_degree.")
+    if config.vocab_size % tp:
+        problems.add(
+            f"{name}: vocab_size={config.vocab_size} with tp_degree={tp}",
+            "each tensor-parallel rank has as many tokens",
+            f"Call model.resize_token_embeddings(pad_to_multiple_of={tp}) before.",
+        )
+    if sizes["num_layers"] % pp:
+        value = f"{name}: {sizes['num_layers']} layers with pp_degree={pp}"
+        problems.add(value, "each stage has as many layers", "Choose another pp_degree.")
+    if name in T5 and pp > 1:
+        rule = "megatron-core has encoder and decoder on each stage"
+        problems.add(f"{name} with pp_degree={pp}", rule, "Give tp_degree instead.")
+    if name not in GPT and plugin.sequence_parallelism:
+        rule = "the norms of its heads are not divided"
+        problems.add(f"{name} with sequence_parallelism", rule, "Leave it out.")
+    problems.raise_if()
+
+
+def _check_gpt(model: torch.nn.Module, config: Any) -> None:
+    """Refuse weights and options that megatron-core's GPT has not."""
     name, problems = type(model).__name__, Problems()
-    if name not in ARCHITECTURES:
-        rule = f"it rebuilds {', '.join(ARCHITECTURES)}, and takes modules of megatron-core"
-        raise ConfigError.of(f"prepare: {name} under Megatron", rule, "Give one of these.")
     known = {one for weight in weights_of(config).values() for one in weight.names}
     if further := {parameter for parameter, _ in model.named_parameters()} - known:
         shown = f"{name} with {', '.join(sorted(further)[:3])} under Megatron"
@@ -251,15 +385,6 @@ def _check(model: torch.nn.Module, config: Any, plugin: MegatronLMPlugin) -> Non
         if found != only:
             shown = f"{name}: {option}={found} under Megatron"
             problems.add(shown, f"it is {only} here", INSTEAD)
-    if config.num_hidden_layers % plugin.sizes[1]:
-        value = f"{name}: {config.num_hidden_layers} layers with pp_degree={plugin.pp_degree}"
-        problems.add(value, "each stage has as many layers", "Choose another pp_degree.")
-    if config.vocab_size % plugin.sizes[0]:
-        problems.add(
-            f"{name}: vocab_size={config.vocab_size} with tp_degree={plugin.tp_degree}",
-            "each tensor-parallel rank has as many tokens",
-            f"Call model.resize_token_embeddings(pad_to_multiple_of={plugin.tp_degree}) before.",
-        )
     problems.raise_if()
 
 
@@ -279,6 +404,14 @@ def _sizes(config: Any) -> dict[str, Any]:
             "attention_dropout": config.attn_pdrop,
             "hidden_dropout": config.resid_pdrop,
         }
+    if config.model_type == "megatron-bert":
+        return shared | {
+            "ffn_hidden_size": config.intermediate_size,
+            "layernorm_epsilon": config.layer_norm_eps,
+            "activation_func": _activation(config.hidden_act),
+            "attention_dropout": config.attention_probs_dropout_prob,
+            "hidden_dropout": config.hidden_dropout_prob,
+        }
     return shared | {
         "ffn_hidden_size": config.intermediate_size,
         "num_query_groups": config.num_key_value_heads,
@@ -289,6 +422,21 @@ def _sizes(config: Any) -> dict[str, Any]:
         "add_bias_linear": False,
         "attention_dropout": config.attention_dropout,
         "hidden_dropout": 0.0,
+    }
+
+
+def _sizes_of_t5(config: Any) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_decoder_layers,
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "kv_channels": config.d_kv,
+        "ffn_hidden_size": config.d_ff,
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "activation_func": _activation(config.dense_act_fn),
+        "gated_linear_unit": config.is_gated_act,
+        "attention_dropout": config.dropout_rate,
+        "hidden_dropout": config.dropout_rate,
     }
 
 
@@ -323,25 +471,3 @@ def _distributed(plugin: MegatronLMPlugin, dtype: torch.dtype) -> dict[str, Any]
         "variable_seq_lengths": plugin.sizes[1] > 1,
         "moe_token_dispatcher_type": "alltoall",  # which the former requires
     }
-
-
-def hidden(
-    attention_mask: torch.Tensor | None, input_ids: torch.Tensor, window: int | None
-) -> torch.Tensor | None:
-    """Return which tokens are hidden from which: [B, 1, T, T]; None: those after it alone.
-
-    Args:
-        attention_mask: [B, T], 0 for padding; None: there is none.
-        input_ids: [B, T].
-        window: tokens that a token sees, itself included; None: all before it.
-    """
-    length = input_ids.shape[1]
-    if attention_mask is None and (window is None or length <= window):
-        return None
-    positions = torch.arange(length, device=input_ids.device)
-    distance = positions[:, None] - positions[None]
-    seen = (distance >= 0) & (distance < (window or length))
-    if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None].bool()
-    # Padding at the left sees itself, since a softmax over nothing is not a number.
-    return ~(seen | (distance == 0)).expand(input_ids.shape[0], 1, length, length)

@@ -21,13 +21,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from accel.config.megatron import MegatronLMPlugin
+from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
-from accel.state import GradientState
+from accel.state import AcceleratorState, GradientState
 from accel.strategies.base import Accumulation, Objects, Strategy
-from accel.strategies.megatron.build import Weight, build_gpt, weights_of
+from accel.strategies.megatron.build import GPT, Weight, build_model, step_of, weights_of
 from accel.strategies.megatron.spec import NAME
 from accel.strategies.megatron.state import MegatronState, described, shards_of
+from accel.strategies.megatron.steps import called
 from accel.strategies.megatron.wrappers import (
     MegatronGradients,
     MegatronLMOptimizerWrapper,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
+logger = get_logger(__name__)
 Batch = TypeVar("Batch")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,10 +101,18 @@ class MegatronStrategy(Strategy):
                 pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
             )
-        is_rebuilt = not isinstance(model, MegatronModule)
-        core: Any = build_gpt(model, self.plugin, self._dtype) if is_rebuilt else model
+        core: Any = model
+        if not isinstance(model, MegatronModule):
+            core = build_model(model, self.plugin, self._dtype, self._seed)
         core.to(self.device)
-        wrapped = self._rebuilt(model, core) if is_rebuilt else self._own(core, given)
+        has_weights = type(model).__name__ in GPT
+        wrapped = self._rebuilt(model, core) if has_weights else self._own(core, given)
+        if core is not model and not has_weights:
+            name = type(model).__name__
+            logger.warning("prepare: megatron-core draws the weights of %s anew.", name)
+            model.to("meta")
+        if core is not model or self.plugin.custom_train_step_class is not None:
+            wrapped.forward_step = self._forward_step(model, core)
         self._models.add(wrapped)
         if evaluation or self._dtype == torch.float32:
             wrapped.initial = {}  # else once more, into the optimizer's copies in fp32
@@ -120,6 +131,15 @@ class MegatronStrategy(Strategy):
         if core.config.attention_dropout or core.config.hidden_dropout:
             wrapped.draws = functools.partial(self._draws, wrapped)
         return wrapped
+
+    def _forward_step(self, model: torch.nn.Module, core: Any) -> Callable[..., Any]:
+        kind, arguments = step_of(model, core)
+        kind = self.plugin.custom_train_step_class or kind
+        named = self.plugin.custom_train_step_kwargs or {}
+        step = called(kind, AcceleratorState(), arguments, **named)
+        flags = arguments.pretraining_flag, arguments.bert_binary_head
+        found: Callable[..., Any] = called(step.get_forward_step_func, *flags)
+        return found
 
     def _rebuilt(self, model: Any, core: Any) -> MegatronModel:
         """Return a rebuilt model with the weights of the given one, whose memory is freed."""
@@ -161,7 +181,14 @@ class MegatronStrategy(Strategy):
             owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=trains))
         weights = {name: Weight((name,)) for name, _ in plain.named_parameters()}
         wrapped = MegatronModel(core, plain, weights, is_rebuilt=False)
-        wrapped.given.update((parameter, tuple(weights)) for parameter in given)
+        # Other tensors: vectors (norms, biases) are in the group of those that were given.
+        alike = len({parameter.dim() == 1 for parameter in given}) == 1
+        for parameter in given:
+            wrapped.given[parameter] = tuple(
+                name
+                for name, weight in plain.named_parameters()
+                if alike or (weight.dim() == 1) == (parameter.dim() == 1)
+            )
         return wrapped
 
     def wrap_optimizer(
@@ -181,6 +208,12 @@ class MegatronStrategy(Strategy):
             for index, group in enumerate(own.param_groups):
                 found = [name for p in group["params"] for name in names.get(id(p), ())]
                 group["params"] = [plain[name] for name in dict.fromkeys(found)] or group["params"]
+                if any(index_of.get(name, index) != index for name in found):
+                    raise ConfigError.of(
+                        f"prepare: {len(own.param_groups)} groups of {type(own).__name__}",
+                        "megatron-core builds other weights, whose vectors can have their group",
+                        "Give one group, or two: of matrices, and of norms and biases.",
+                    )
                 index_of |= dict.fromkeys(found, index)
             if index_of:
                 break

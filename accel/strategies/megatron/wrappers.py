@@ -23,8 +23,9 @@ from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.wrapping import register_wrapper
 from accel.strategies.base import Gradients
-from accel.strategies.context_parallel import IGNORED, shift_labels
-from accel.strategies.megatron.build import Weights, hidden
+from accel.strategies.context_parallel import IGNORED
+from accel.strategies.megatron.build import Weights
+from accel.strategies.megatron.steps import attends, avg_losses_across_data_parallel_group
 
 # What a group of torch's optimizers has, and Megatron's optimizer reads at each step.
 SETTINGS = ("lr", "weight_decay", "betas", "eps")
@@ -39,16 +40,19 @@ class StageOutput(BaseException):
 class MegatronModel(torch.nn.Module):
     """The part of a model that this rank computes, called as the model that `prepare` was given.
 
-    A model of transformers takes input_ids, attention_mask and labels, and returns loss or logits;
-    a module of megatron-core takes its own arguments.
+    With labels, the train step of a model of transformers computes its output: `loss` [], whose
+    value is the mean over the data-parallel ranks, as documented, and whose gradient is this
+    rank's. Without, GPT returns logits. A module of megatron-core takes its own arguments, unless
+    it has a train step.
 
     Args:
         chunk: in Megatron's DistributedDataParallel where it trains.
         plain: the full model on the meta device, by whose names its state is saved.
         weights: how weights of megatron-core consist of the plain ones.
-        is_rebuilt: whether it was built from a model of transformers.
+        is_rebuilt: whether it has the weights of a model of transformers, and returns its logits.
 
     Attributes:
+        forward_step: of the train step; None: there is none.
         run: runs a forward pass through a pipeline; None: there is one stage, or a schedule runs.
         draws: the context of a forward pass with dropout.
         optimizer: steps it; None: it is not trained.
@@ -59,6 +63,7 @@ class MegatronModel(torch.nn.Module):
     """
 
     plain: torch.nn.Module
+    keeps_cache = False  # of keys and values: `generate` computes them anew for each token
 
     def __init__(
         self, chunk: torch.nn.Module, plain: torch.nn.Module, weights: Weights, is_rebuilt: bool
@@ -66,6 +71,7 @@ class MegatronModel(torch.nn.Module):
         super().__init__()
         self.chunk, self.weights, self.is_rebuilt = chunk, weights, is_rebuilt
         self.__dict__["plain"] = plain  # no child: its parameters are not this rank's
+        self.forward_step: Callable[..., Any] | None = None
         self.run: Callable[..., Any] | None = None
         self.draws: Callable[[], AbstractContextManager[None]] | None = None
         self.optimizer: MegatronLMOptimizerWrapper | None = None
@@ -98,9 +104,17 @@ class MegatronModel(torch.nn.Module):
         """
         if self.run is not None:
             return self.run(*args, **kwargs)
-        if self.is_rebuilt:
+        if self.is_rebuilt and kwargs.get("labels") is None:
             return self._as_transformers(*args, **kwargs)
-        return self._call(*args, **kwargs)
+        if self.forward_step is None:
+            return self._call(*args, **kwargs)
+        from transformers.modeling_outputs import CausalLMOutput
+
+        output, loss_func = self.forward_step(iter([kwargs]), self._call)
+        loss, *_, logged = loss_func(output)
+        is_whole = logged.keys() == {"lm loss"}
+        mean = logged["lm loss"] if is_whole else avg_losses_across_data_parallel_group([loss])[0]
+        return CausalLMOutput(loss=loss + (mean - loss).detach())
 
     def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.draws is None or not self.training:
@@ -116,29 +130,17 @@ class MegatronModel(torch.nn.Module):
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
-        use_cache: bool = False,
+        **further: Any,
     ) -> Any:
-        """Return loss [] by labels, `token_losses` by targets, or logits [B, T, V]: one of them.
-
-        Packed rows (position_ids) are refused.
-        """
+        """Return logits [B, T, V], or `token_losses` by targets; further inputs as `attends`."""
         from transformers.modeling_outputs import CausalLMOutput
 
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        window = getattr(self.plain.config, "sliding_window", None)
-        mask = hidden(attention_mask, input_ids, window)
-        if labels is not None:
-            targets = shift_labels(labels)
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, **further}
+        mask, positions = attends(batch, getattr(self.plain.config, "sliding_window", None))
         gathers = targets is None
         logits = self._call(input_ids, positions, mask, runtime_gather_output=gathers)
-        if targets is None:
-            return CausalLMOutput(logits=logits)
-        found = token_losses(logits, targets)
-        if labels is None:
-            return found
-        return CausalLMOutput(loss=found["nats"].sum() / (targets != IGNORED).sum())
+        return CausalLMOutput(logits=logits) if targets is None else token_losses(logits, targets)
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -69,6 +69,13 @@ _BUILT = {
         ("attention_softmax_in_fp32", "seq_length", "is_train_batch_min"),
         "test_the_global_batch_counts_data_parallel_ranks_and_micro_batches",
     ),
+    **dict.fromkeys(
+        (
+            *("custom_train_step_class", "custom_train_step_kwargs", "megatron_dataset_flag"),
+            *("custom_get_batch_function", "custom_loss_function"),
+        ),
+        "test_a_step_of_ones_own_computes_the_loss",
+    ),
     "num_micro_batches": "test_micro_batches_are_accumulated",
     "custom_model_provider_function": "test_a_module_of_megatron_trains_as_it_is[True]",
 }
