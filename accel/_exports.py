@@ -313,6 +313,10 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "accel.precision.wrapping": ("is_peft_model",),
     },
     "accel.utils.megatron_lm": {
+        "accel.strategies.megatron.placeholders": (
+            "MegatronLMDummyDataLoader",
+            "MegatronLMDummyScheduler",
+        ),
         "accel.strategies.megatron.steps": (
             "AbstractTrainStep",
             "BertTrainStep",

@@ -39,7 +39,7 @@ OF_MODELS = (
 )
 CALLABLES = (
     *("custom_model_provider_function", "custom_train_step_class", "custom_get_batch_function"),
-    "custom_loss_function",
+    *("custom_loss_function", "custom_megatron_datasets_provider_function"),
 )
 # Documented fields that are not built, by what to do instead; their defaults are accepted.
 REFUSED: Mapping[str, str] = {
@@ -56,13 +56,13 @@ REFUSED: Mapping[str, str] = {
     "expert_tensor_parallel_size pipeline_model_parallel_split_rank encoder_seq_length "
     "decoder_seq_length num_layers_per_virtual_pipeline_stage use_rotary_position_embeddings "
     "custom_prepare_model_function return_logits",
-    "Prepare a learning-rate scheduler of torch.": "train_iters train_samples start_weight_decay "
-    "end_weight_decay weight_decay_incr_style lr_decay_style lr_decay_iters lr_decay_samples "
-    "lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr consumed_samples",
+    "Give it to MegatronLMDummyScheduler: OptimizerParamScheduler's arguments.": "lr_warmup_iters "
+    "lr_warmup_fraction start_weight_decay end_weight_decay weight_decay_incr_style",
+    "Count optimizer steps: train_iters, lr_decay_iters.": "train_samples lr_decay_samples "
+    "lr_warmup_samples consumed_samples",
     "Give the optimizer groups with their own lr and weight_decay.": "no_wd_decay_cond "
     "scale_lr_cond lr_mult",
-    "Prepare a DataLoader of torch.": "custom_megatron_datasets_provider_function",
-    "Do it in your loop.": "tensorboard_dir set_all_logging_options eval_iters eval_interval",
+    "Do it in your loop.": "tensorboard_dir set_all_logging_options",
 }
 
 
@@ -91,6 +91,14 @@ class MegatronLMPlugin:
         seq_length: positions of T5; None: 512. Else shapes follow the batches.
         custom_model_provider_function: builds the megatron-core model of this rank; called with
             pre_process and post_process: whether it embeds tokens, and computes the output.
+        train_iters: optimizer steps; of `MegatronLMDummyDataLoader` and `MegatronLMDummyScheduler`.
+        eval_iters: batches of an evaluation; of `MegatronLMDummyDataLoader`.
+        eval_interval: optimizer steps between evaluations; likewise.
+        custom_megatron_datasets_provider_function: takes three numbers of samples, and returns
+            data sets of training, validation and test; likewise.
+        lr_decay_style: linear, cosine, …; of `MegatronLMDummyScheduler`.
+        lr_decay_iters: optimizer steps until the smallest learning rate; likewise.
+        min_lr: the smallest learning rate; likewise.
         custom_train_step_class: an `AbstractTrainStep`; None: that of the kind of model.
         custom_train_step_kwargs: further keyword arguments of that class.
         custom_get_batch_function: takes the place of what `AbstractTrainStep.get_batch_func` of
@@ -119,27 +127,20 @@ class MegatronLMPlugin:
         use_rotary_position_embeddings: not built.
         custom_prepare_model_function: not built.
         return_logits: not built.
-        train_iters: not built.
         train_samples: not built.
         start_weight_decay: not built.
         end_weight_decay: not built.
         weight_decay_incr_style: not built.
-        lr_decay_style: not built.
-        lr_decay_iters: not built.
         lr_decay_samples: not built.
         lr_warmup_iters: not built.
         lr_warmup_samples: not built.
         lr_warmup_fraction: not built.
-        min_lr: not built.
         consumed_samples: not built.
         no_wd_decay_cond: not built.
         scale_lr_cond: not built.
         lr_mult: not built.
-        custom_megatron_datasets_provider_function: not built.
         tensorboard_dir: not built.
         set_all_logging_options: not built.
-        eval_iters: not built.
-        eval_interval: not built.
 
     Raises:
         ConfigError: naming every value that is wrong.

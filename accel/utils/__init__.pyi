@@ -167,6 +167,12 @@ from accel.strategies.deepspeed.wrappers import (
 )
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accel.strategies.megatron.placeholders import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+)
+from accel.strategies.megatron.placeholders import (
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+)
 from accel.strategies.megatron.steps import AbstractTrainStep as AbstractTrainStep
 from accel.strategies.megatron.steps import BertTrainStep as BertTrainStep
 from accel.strategies.megatron.steps import GPTTrainStep as GPTTrainStep

@@ -1,5 +1,11 @@
 # Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
 # ruff: noqa
+from accel.strategies.megatron.placeholders import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+)
+from accel.strategies.megatron.placeholders import (
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+)
 from accel.strategies.megatron.steps import AbstractTrainStep as AbstractTrainStep
 from accel.strategies.megatron.steps import BertTrainStep as BertTrainStep
 from accel.strategies.megatron.steps import GPTTrainStep as GPTTrainStep

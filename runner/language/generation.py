@@ -161,7 +161,7 @@ def texts(
         **chosen,
     )
     generating = _calling(model, model if own is None else own)
-    device = next(generating.parameters()).device
+    device = next(model.parameters()).device  # `own` may be a plan without memory
     torch.manual_seed(sampling.seed)
     for prompt in prompts:
         ids = torch.tensor([_ids(tokenizer, prompt)], device=device)

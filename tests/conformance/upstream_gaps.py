@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-MEGATRON = "datasets and schedules are the caller's"
 BY_ENGINE = "`prepare` reads it from the objects"
 BY_PREPARE = "`prepare` builds the object with its engine; it is documented as internal"
 # Beginning of a documented name, member (``Name.member``) or parameter (``Name(parameter)``) → why.
 REASONS: dict[str, str] = {
-    "utils.MegatronLMDummy": MEGATRON,
     "utils.MegatronLMPlugin.set_": BY_ENGINE,
     "utils.DeepSpeedPlugin.select(_from_accelerator_state)": "a private flag of the other package",
     "utils.deepspeed.DeepSpeedOptimizerWrapper(optimizer)": BY_PREPARE,

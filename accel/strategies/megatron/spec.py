@@ -15,20 +15,27 @@ from accel.plan.dims import ParallelDims
 from accel.strategies.spec import Decided, Plugins, PluginSpec, Request, StrategySpec
 
 NAME = "megatron"
+DEVICE = "cuda"  # which megatron-core's code names
 
 
 def _adopt(plugin: MegatronLMPlugin, decided: Decided) -> MegatronLMPlugin:
     """Return a copy of a plugin that accumulates as the run does."""
     plugin = copy.copy(plugin)
-    steps, source = decided.get("accumulation_steps", (plugin.num_micro_batches, ""))
+    if "accumulation_steps" in decided:
+        steps, source = decided["accumulation_steps"]
+        set_micro_batches(plugin, int(str(steps)), source)
+    return plugin
+
+
+def set_micro_batches(plugin: MegatronLMPlugin, steps: int, source: str) -> None:
+    """Set the micro-batches of a step; raise `ConfigError` if a plugin gives another number."""
     if plugin.num_micro_batches not in (1, steps):
         raise ConfigError.of(
             f"{source}={steps} with MegatronLMPlugin.num_micro_batches={plugin.num_micro_batches}",
             "given in two places with different values",
             "Leave num_micro_batches out.",
         )
-    plugin.num_micro_batches = int(str(steps))
-    return plugin
+    plugin.num_micro_batches = steps
 
 
 def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
@@ -71,6 +78,10 @@ def _problems(request: Request) -> list[Problem]:
     if is_compiling(request.dynamo):
         rule = "its schedules call modules that torch.compile does not wrap here"
         problems.add("torch.compile under Megatron", rule, "Switch compilation off.")
+    if request.device_type != DEVICE:
+        rule = "megatron-core computes on CUDA GPUs"
+        remedy = "Start on a machine with GPUs, or use FSDP or tensor parallelism."
+        problems.add(f"MegatronLMPlugin on {request.device_type}", rule, remedy)
     if not is_available("megatron.core"):
         rule = "the package megatron-core is not installed"
         problems.add("MegatronLMPlugin", rule, "pip install 'accel-runner[megatron]'")

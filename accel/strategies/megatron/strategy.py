@@ -27,13 +27,18 @@ from accel.optimizer import unwrap_optimizer
 from accel.state import AcceleratorState, GradientState
 from accel.strategies.base import Accumulation, Objects, Strategy
 from accel.strategies.megatron.build import GPT, Weight, build_model, step_of, weights_of
-from accel.strategies.megatron.spec import NAME
+from accel.strategies.megatron.placeholders import (
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+)
+from accel.strategies.megatron.spec import NAME, set_micro_batches
 from accel.strategies.megatron.state import MegatronState, described, shards_of
 from accel.strategies.megatron.steps import called
 from accel.strategies.megatron.wrappers import (
     MegatronGradients,
     MegatronLMOptimizerWrapper,
     MegatronModel,
+    MegatronScheduler,
     StageOutput,
 )
 
@@ -55,8 +60,9 @@ class MegatronStrategy(Strategy):
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
-        _check_device(device)
         self.plugin: MegatronLMPlugin = plan.plugin(NAME)
+        steps = plan.accumulation.num_steps or 1
+        set_micro_batches(self.plugin, steps, "gradient_accumulation_steps")
         factors = plan.scaler.growth_factor, plan.scaler.backoff_factor
         if factors != (2.0, 0.5):
             rule = "Megatron's loss scale doubles and halves"
@@ -82,10 +88,25 @@ class MegatronStrategy(Strategy):
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
         """Return `objects`, with models of megatron-core and its optimizer."""
+        dummies = [
+            one.dataset
+            for one in objects.dataloaders
+            if isinstance(one.dataset, MegatronLMDummyDataLoader)
+        ]
+        if dummies:
+            built = iter(dummies[0].build(self.plan, self.plugin, len(prepared.dataloaders)))
+            objects.dataloaders = [
+                next(built) if one.dataset is dummies[0] else one for one in objects.dataloaders
+            ]
         if sizes := [size for one in objects.dataloaders if (size := one.batch_size)]:
             size = min(sizes) if self.plugin.is_train_batch_min else max(sizes)
             self.plugin.set_training_args(size, self.plan.parallel_dims.dp_size)
-        return super().prepare(objects, placement, prepared, evaluation)
+        done = super().prepare(objects, placement, prepared, evaluation)
+        for one in done.schedulers:
+            if isinstance(one.scheduler, MegatronLMDummyScheduler):
+                one.scheduler = MegatronScheduler(one.scheduler, self.plugin)
+                one._repeats = 1  # it counts optimizer steps
+        return done
 
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
@@ -350,15 +371,3 @@ def _from_last_stage() -> dict[str, Any]:
     """Return source and group of a broadcast to all stages of a pipeline."""
     source = parallel_state.get_pipeline_model_parallel_last_rank()
     return {"src": source, "group": parallel_state.get_pipeline_model_parallel_group()}
-
-
-def _check_device(device: torch.device) -> None:
-    """Raise `ConfigError` where "cuda", which megatron-core's code names, is another device."""
-    try:
-        named = torch.empty(0, device="cuda").device.type
-    except (AssertionError, RuntimeError):  # no driver, or a build of torch without CUDA
-        named = ""
-    if named != device.type:
-        remedy = "Start on a machine with GPUs, or use FSDP or tensor parallelism."
-        rule = "megatron-core computes on CUDA GPUs"
-        raise ConfigError.of(f"MegatronLMPlugin on {device.type}", rule, remedy)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,6 +26,7 @@ from accel.precision.wrapping import register_wrapper
 from accel.strategies.base import Gradients
 from accel.strategies.context_parallel import IGNORED
 from accel.strategies.megatron.build import Weights
+from accel.strategies.megatron.placeholders import MegatronLMDummyScheduler
 from accel.strategies.megatron.steps import attends, avg_losses_across_data_parallel_group
 
 # What a group of torch's optimizers has, and Megatron's optimizer reads at each step.
@@ -294,6 +296,56 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         rule = "its optimizer steps the parameters that require gradients at prepare"
         remedy = "Give the optimizer all groups before; a rate of 0 leaves one as it is."
         raise ConfigError.of("add_param_group under Megatron", rule, remedy)
+
+
+@final
+class MegatronScheduler(OptimizerParamScheduler):
+    """Megatron's schedule, of the rates and decays of each group.
+
+    Args:
+        given: whose place it takes.
+        plugin: of the run.
+
+    Raises:
+        ConfigError: if the number of steps is not given.
+    """
+
+    def __init__(self, given: MegatronLMDummyScheduler, plugin: MegatronLMPlugin) -> None:
+        steps = given.total_num_steps or plugin.lr_decay_iters or plugin.train_iters
+        if steps is None:
+            value, rule = "MegatronLMDummyScheduler", "a schedule has a number of steps"
+            raise ConfigError.of(value, rule, "Give total_num_steps.")
+        for group in given.optimizer.param_groups:
+            decay = group["weight_decay"]
+            group["max_lr"], group["start_wd"], group["end_wd"] = group["lr"], decay, decay
+        arguments = {
+            **{"init_lr": 0.0, "max_lr": 1.0, "min_lr": plugin.min_lr},
+            **{"lr_warmup_steps": given.warmup_num_steps, "lr_decay_steps": steps},
+            **{"lr_decay_style": plugin.lr_decay_style, "wd_incr_style": "constant"},
+            **{"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": steps},
+        }
+        super().__init__(given.optimizer, **{**arguments, **given.kwargs})
+
+    def step(self, increment: int = 1) -> None:
+        """Set the rates of a later step.
+
+        Args:
+            increment: how much later.
+        """
+        super().step(increment)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Args:
+            state_dict: of a schedule.
+        """
+        self.num_steps = 0  # Megatron adds the saved ones
+        super().load_state_dict(state_dict)
 
 
 def _in_engine(call: str, instead: str) -> ConfigError:

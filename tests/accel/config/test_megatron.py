@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from accel import Accelerator
 from accel.commands import launch_config
 from accel.config.megatron import REFUSED, MegatronLMPlugin
 from accel.machine.env import Environment
@@ -18,6 +18,11 @@ from accel.strategies.megatron.spec import SPEC
 
 
 def plan_of(size: int, rank: int = 0, **fields: object) -> Plan:
+    with patch("accel.strategies.megatron.spec.DEVICE", "cpu"):
+        return _plan_of(size, rank, **fields)
+
+
+def _plan_of(size: int, rank: int = 0, **fields: object) -> Plan:
     environment = Environment(rank, rank, size, size, "localhost", 1, use_cpu=True)
     plugin = MegatronLMPlugin(**fields)  # type: ignore[arg-type]
     return resolve(Arguments(plugins={"megatron_lm_plugin": plugin}), environment)
@@ -105,10 +110,9 @@ def test_the_global_batch_counts_data_parallel_ranks_and_micro_batches() -> None
     assert (plugin.micro_batch_size, plugin.global_batch_size) == (4, 24)
 
 
-def test_a_machine_without_gpus_and_fp8_are_refused() -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+def test_a_machine_without_gpus_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="megatron-core computes on CUDA GPUs"):
-        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+        _plan_of(1)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Train steps of Megatron-LM."""
+"""Train steps of Megatron-LM, and placeholders of its data sets and schedule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,23 @@ STEPS = {
     for name, kind in (("GPT", "gpt2"), ("Bert", "bert"), ("T5", "t5"))
 }
 T5 = f"{UTILS}T5TrainStep."
+SCHEDULE = "test_the_schedule_is_that_of_megatron"
+LOADERS = "test_loaders_of_megatrons_data_sets_are_built"
+LOADER = f"{UTILS}MegatronLMDummyDataLoader"
 
 ENTRIES = [
+    documented(
+        f"{UTILS}MegatronLMDummyScheduler",
+        SCHEDULE,
+        optimizer=REQUIRED,
+        total_num_steps=None,
+        warmup_num_steps=0,
+        kwargs=P({}, SCHEDULE, keyword=True),
+    ),
+    documented(LOADER, LOADERS, dataset_kwargs=P({}, LOADERS, keyword=True)),
+    Entry(f"{LOADER}.set_megatron_data_args", LOADERS),
+    Entry(f"{LOADER}.get_train_valid_test_datasets_provider", LOADERS),
+    documented(f"{LOADER}.build_train_valid_test_data_iterators", LOADERS, accelerator=REQUIRED),
     documented(f"{UTILS}AbstractTrainStep", NAMED, name=REQUIRED),
     *(documented(name, test, accelerator=REQUIRED, args=None) for name, test in STEPS.items()),
     *(

@@ -76,6 +76,16 @@ _BUILT = {
         ),
         "test_a_step_of_ones_own_computes_the_loss",
     ),
+    **dict.fromkeys(
+        ("lr_decay_style", "lr_decay_iters", "min_lr"), "test_the_schedule_is_that_of_megatron"
+    ),
+    **dict.fromkeys(
+        (
+            *("train_iters", "eval_iters", "eval_interval"),
+            "custom_megatron_datasets_provider_function",
+        ),
+        "test_loaders_of_megatrons_data_sets_are_built",
+    ),
     "num_micro_batches": "test_micro_batches_are_accumulated",
     "custom_model_provider_function": "test_a_module_of_megatron_trains_as_it_is[True]",
 }

@@ -69,6 +69,7 @@ def cuda_is_cpu() -> Iterator[None]:
         for name in ("range_push", "range_pop"):
             stack.enter_context(patch.object(torch.cuda.nvtx, name, lambda *_: None))
         stack.enter_context(CudaIsCpu())
+        stack.enter_context(patch("accel.strategies.megatron.spec.DEVICE", "cpu"))
         get, put = (lambda *_, **__: torch.get_rng_state()), torch.set_rng_state
         stack.enter_context(patch(f"{RANDOM}._get_cuda_rng_state", get))
         stack.enter_context(
