@@ -28,7 +28,8 @@ def told(what: str, folder: Path, remedy: str = f"{REMEDY}.") -> Iterator[None]:
         raise
     except Exception as error:
         free = _free(folder)
-        if not is_full(error) and not (_is_short_write(error) and free < 1 << 20):
+        is_short = any(SHORT_WRITE.search(text_of(found)) for found in _chain(error))
+        if not is_full(error) and not (is_short and free < 1 << 20):
             raise
         other = _file_elsewhere(error, folder)
         if other is not None:
@@ -44,10 +45,6 @@ def is_full(error: BaseException) -> bool:
         (isinstance(found, OSError) and found.errno in CODES) or WORDS.search(text_of(found))
         for found in _chain(error)
     )
-
-
-def _is_short_write(error: BaseException) -> bool:
-    return any(SHORT_WRITE.search(text_of(found)) for found in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

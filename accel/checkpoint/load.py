@@ -98,11 +98,6 @@ def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return tied | state
 
 
-def is_by_position(state: object) -> bool:
-    """Return whether an optimizer's state is as torch gives it, and not by name as ours."""
-    return isinstance(state, dict) and "param_groups" in state and "format" not in state
-
-
 def random_states(saved: Any) -> Any:
     """Return random states in the form of `accel.comm.rng.capture`, whichever form they have."""
     if not isinstance(saved, dict) or "random_state" not in saved:
@@ -329,7 +324,7 @@ def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int
     for index, optimizer in enumerate(objects.optimizers):
         allocate = run.strategy.state.allocate_state(optimizer, names)
         state = read_optimizer(saved.path, index, allocate)
-        if saved.foreign and is_by_position(state):
+        if saved.foreign and "format" not in state:  # as torch gives it, and not by name
             optimizer.load_state_dict(state)
         else:
             run.strategy.state.load_optimizer_state(optimizer, state, names)

@@ -123,7 +123,7 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
         pickle.UnpicklingError: if the file holds anything else.
     """
     with torch.serialization.safe_globals(_ARRAYS):
-        return torch.load(f, map_location, **{"weights_only": True, **kwargs})
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def _lacking(path: Path) -> CheckpointError:

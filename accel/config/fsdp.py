@@ -81,19 +81,6 @@ class StateDictConfigField:
         vars(plugin)[self._name] = value
 
 
-def is_translatable(config: object) -> bool:
-    """Return whether a state dict config is of full or sharded state dicts."""
-    return type(config).__name__.startswith(("Full", "Sharded"))
-
-
-def says_what_holds(config: object) -> bool:
-    """Return whether a translatable config asks for what is always done: shards rest on the host.
-
-    Full state dicts are written by rank 0.
-    """
-    return bool(getattr(config, "offload_to_cpu", False) and getattr(config, "rank0_only", True))
-
-
 DTYPES = {
     "no": None,
     **dict.fromkeys(("fp32", "float32"), "float32"),
@@ -577,11 +564,12 @@ def _translate_states(
         config = plugin.given(field)
         if config is None:
             continue
-        if not is_translatable(config):
+        if not type(config).__name__.startswith(("Full", "Sharded")):
             rule = "full or sharded state dicts are saved"
             _add(problems, plugin, field, rule, "Leave it out.")
             continue
-        if not says_what_holds(config):
+        # State dicts rest on the host, and full ones are written by rank 0.
+        if not (getattr(config, "offload_to_cpu", False) and getattr(config, "rank0_only", True)):
             replaced.append(f"{field} needs no argument any more: state_dict_type says all")
         setattr(plugin, field, None)
 

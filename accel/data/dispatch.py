@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -112,22 +112,6 @@ class RoundReader:
             warn_of_lost_samples()
 
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor, by which a process receives it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """Describe `tensor`."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-
 @dataclass(frozen=True)
 class Round:
     """The samples that all processes together compute on at the same time.
@@ -146,15 +130,6 @@ class Round:
     paths: tuple[Path, ...]
 
 
-def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
-    """Yield each item with the one after it; the last with None."""
-    current = next(items, None)
-    while current is not None:
-        following = next(items, None)
-        yield current, following
-        current = following
-
-
 def send_round(comm: Communicator, rounds: Iterator[Round], device: torch.device) -> Round | None:
     """Read the next round on the main process and give it to the others.
 
@@ -169,7 +144,8 @@ def send_round(comm: Communicator, rounds: Iterator[Round], device: torch.device
         comm.broadcast_objects([None])
         return None
     batch = send_to_device(found.batch, device)
-    comm.broadcast_objects([replace(found, batch=recursively_apply(TensorSpec.of, batch))])
+    without_data = recursively_apply(lambda tensor: tensor.to("meta"), batch)
+    comm.broadcast_objects([replace(found, batch=without_data)])
     broadcast(list(iterate(batch)))
     return replace(found, batch=batch)
 
@@ -181,6 +157,6 @@ def receive_round(comm: Communicator, device: torch.device) -> Round | None:
         return None
     if isinstance(header, str):
         raise StateError(f"The main process failed to read a batch for all: {header}")
-    specs, rebuild = flatten(header.batch, test_type=lambda value: isinstance(value, TensorSpec))
-    empty = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+    tensors, rebuild = flatten(header.batch)
+    empty = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in tensors]
     return replace(header, batch=rebuild(broadcast(empty)))

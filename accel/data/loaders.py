@@ -361,7 +361,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        from accel.data.dispatch import Round, RoundReader, with_next
+        from accel.data.dispatch import Round, RoundReader
 
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
@@ -377,7 +377,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             reader.load_state_dict(position["rounds"])
         skipped = self._behind = position.get("behind", 0) if position else self.skip_batches
         batches = reader.read(self._batches(skipped), skipped)
-        for (batch, size, real), following in with_next(self._followed(batches)):
+        read: Iterator[Any] = itertools.chain(self._followed(batches), (None,))
+        for (batch, size, real), following in itertools.pairwise(read):
             if following is None:
                 real -= added_indices(index_sampler(self))
             yield Round(batch, size, real, following and following[1], reader.layout.paths)

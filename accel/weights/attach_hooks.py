@@ -191,7 +191,7 @@ class _Attacher:
         if not away and not is_loaded:
             self._tensors(module, name, device, offloaded)
         if not name and (away or not placed):
-            self._align_inputs(module, device)
+            align_inputs(module, device, self.skip_keys, self.tied)
         for key, child in module.named_children():
             self.blocks(child, _below(name, key), devices, offloaded, away, device)
 
@@ -215,9 +215,6 @@ class _Attacher:
         )
         add_hook_to_module(module, hook, append=True)
         attach_execution_device_hook(module, device, self.skip_keys, self.preload, self.tied)
-
-    def _align_inputs(self, module: nn.Module, device: Device | None) -> None:
-        align_inputs(module, device, self.skip_keys, self.tied)
 
     def layers(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.logging import get_logger
 from accel.machine.device import default_device_type, device_count, device_kind
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, Problem, nearest
 from accel.weights.sizes import (
     Dtype,
     Part,
@@ -169,6 +169,24 @@ Named = tuple[str, Part]
 def lies_in(name: str, module: str) -> bool:
     """Return whether a weight or submodule is the module `module`, or within it."""
     return not module or name == module or name.startswith(f"{module}.")
+
+
+def lies_within(name: str, modules: Collection[str]) -> bool:
+    """Return whether a name is, or lies in, a module that is named fully or by one part."""
+    return not {*name.split(".")}.isdisjoint(modules) or any(
+        lies_in(name, module) for module in modules if module
+    )
+
+
+def unknown_modules(model: nn.Module, field: str, given: Iterable[str]) -> list[Problem]:
+    """Return a problem for each name that is, or is a part of, no name in a model."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    known = {*names, *(part for name in (*names, *model.state_dict()) for part in name.split("."))}
+    return [
+        Problem(f"{field}: {name!r}", "the model has no such submodule", nearest(name, names))
+        for name in given
+        if name not in known
+    ]
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 from accel.checkpoint import directory, export, serialization, sharded
 from accel.checkpoint.serialization import load_plain, read_each, read_tensors
 from accel.checkpoint.sharded import Shards
-from accel.machine.errors import CheckpointError
+from accel.comm.base import together
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -98,12 +98,10 @@ class Source:
 class Broadcast:
     """A source that only rank 0 reads; the others receive each weight, exchanged on `device`.
 
-    `source` is rank 0's, or its error; None on other ranks.
+    `source` is rank 0's; None on other ranks.
     """
 
-    def __init__(
-        self, source: Source | Exception | None, comm: Communicator, device: torch.device
-    ) -> None:
+    def __init__(self, source: Source | None, comm: Communicator, device: torch.device) -> None:
         self.source = source
         self.comm = comm
         self.device = device
@@ -114,17 +112,11 @@ class Broadcast:
 
     def shapes(self) -> Shapes:
         """Return the shape of every weight, on each rank."""
-
-        def read() -> Shapes:
-            if isinstance(self.source, Exception):
-                raise self.source
-            return self.source.shapes() if self.source is not None else {}
-
-        return self._told(read)
+        return self._told(lambda: {} if self.source is None else self.source.shapes())
 
     def parts(self) -> Iterator[Mapping[str, object]]:
         """Yield the weights of one file after the other, on each rank."""
-        here = self.source.parts() if isinstance(self.source, Source) else iter(())
+        here = iter(()) if self.source is None else self.source.parts()
         part: Mapping[str, object] | None = None
 
         def read() -> dict[str, object] | None:
@@ -145,18 +137,12 @@ class Broadcast:
 
     def _told(self, read: Callable[[], T]) -> T:
         """Return what `read` returns on rank 0; if it fails there, raise on every rank."""
-        answer: T | None = None
-        error: Exception | None = None
-        if self.comm.rank == 0:
-            try:
-                answer = read()
-            except Exception as caught:
-                error = caught
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        answer, message = self.comm.broadcast_objects([answer, message])
-        if message is not None:
-            raise CheckpointError(f"rank 0 could not read the weights. {message}") from error
-        return answer
+        answer: list[T | None] = [None]
+        with together(self.comm, "reading the weights"):
+            if self.comm.rank == 0:
+                answer = [read()]
+        found: T = self.comm.broadcast_objects(answer)[0]
+        return found
 
 
 def _form(value: object) -> object:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accel.checkpoint.serialization import load_plain, read_tensors
+from accel.comm.base import together
 from accel.logging import get_logger
 from accel.machine.device import default_device_type, device_count
 from accel.machine.errors import (
@@ -22,7 +23,6 @@ from accel.machine.errors import (
     Problem,
     Problems,
     listed,
-    nearest,
     unknown_choice,
 )
 from accel.precision.wrapping import own_module
@@ -35,6 +35,8 @@ from accel.weights.device_map import (
     check_device_map,
     get_balanced_memory,
     infer_auto_device_map,
+    lies_within,
+    unknown_modules,
 )
 from accel.weights.dispatch import PathLike, dispatch_model, undo
 from accel.weights.files import Shapes
@@ -60,7 +62,6 @@ logger = get_logger(__name__)
 AnyDevice = int | str | torch.device
 DISK = torch.device("meta")  # of a weight that stays on disk: the model holds its shape alone
 _CPU = torch.device("cpu")
-MAX_SUGGESTED = 200  # names that a mistyped one is compared with
 _CODES = (torch.int8, torch.uint8)
 
 
@@ -163,12 +164,8 @@ def _source(checkpoint: Any, mmap: bool, broadcast: bool) -> files.Source | file
     if not broadcast:
         return files.find(checkpoint, mmap)
     state = PartialState()
-    found: files.Source | Exception | None = None
-    if state.comm.rank == 0:
-        try:
-            found = files.find(checkpoint, mmap)
-        except CheckpointError as error:
-            found = error  # raised on every rank when the shapes are requested
+    with together(state.comm, "reading the weights"):
+        found = files.find(checkpoint, mmap) if state.comm.rank == 0 else None
     return files.Broadcast(found, state.comm, state.device)
 
 
@@ -204,18 +201,10 @@ class _Plan:
         self._devices = {
             name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
         }
-        self._kept = set(keep_in_fp32)
-        problems += self._unknown_names()
+        problems += unknown_modules(model, "keep_in_fp32_modules", keep_in_fp32)
         problems.raise_if()
-        kept = {name for name in self.state if self._is_named(name)}
+        kept = {name for name in self.state if lies_within(name, keep_in_fp32)}
         self._in_fp32 = kept.union(*(one for one in self.ties if not kept.isdisjoint(one)))
-
-    def _unknown_names(self) -> Iterator[Problem]:
-        modules = [name for name, _ in self.model.named_modules(remove_duplicate=False) if name]
-        parts = {part for name in self.state for part in name.split(".")}
-        for name in self._kept - {*modules, *self.state, *parts}:
-            value, rule = f"keep_in_fp32_modules: {name!r}", "the model has no such submodule"
-            yield Problem(value, rule, nearest(name, modules[:MAX_SUGGESTED]))
 
     def _mapped(self, name: str) -> torch.device | None:
         """Return the device that the map gives a weight; None without a map."""
@@ -233,10 +222,6 @@ class _Plan:
         if self._dtype is not None and dtype.is_floating_point:
             dtype = torch.float32 if name in self._in_fp32 else self._dtype
         return self._mapped(name) or stays, dtype
-
-    def _is_named(self, name: str) -> bool:
-        within = any(name.startswith(f"{module}.") for module in self._kept)
-        return within or not self._kept.isdisjoint(name.split("."))
 
     # -- loading ---------------------------------------------------------------------------
 

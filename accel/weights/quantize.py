@@ -14,10 +14,17 @@ from accel.config.quantization import BnbQuantizationConfig
 from accel.logging import get_logger
 from accel.machine.device import default_device_type
 from accel.machine.enums import CustomDtype
-from accel.machine.errors import CheckpointError, ConfigError, Problem, nearest
+from accel.machine.errors import CheckpointError, ConfigError, Problem
 from accel.machine.imports import require
 from accel.weights import files
-from accel.weights.device_map import ELSEWHERE, DeviceMap, MaxMemory, check_device_map
+from accel.weights.device_map import (
+    ELSEWHERE,
+    DeviceMap,
+    MaxMemory,
+    check_device_map,
+    lies_within,
+    unknown_modules,
+)
 from accel.weights.dispatch import PathLike, dispatch_model
 from accel.weights.folder import Info, make_folder, offload_weight, save_offload_index
 from accel.weights.load import inferred_device_map
@@ -54,13 +61,8 @@ def to_quantize(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:
     """
     skipped = config.skip_modules
     kept = config.keep_in_fp32_modules or []
-    names = [name for name, _ in model.named_modules() if name]
-    parts = {part for name in names for part in name.split(".")}
-    for field, given in (("skip_modules", skipped or []), ("keep_in_fp32_modules", kept)):
-        for name in given:
-            if name not in names and name not in parts:
-                value, rule = f"{field}: {name!r}", "the model has no such submodule"
-                raise ConfigError.of(value, rule, nearest(name, names))
+    problems = unknown_modules(model, "skip_modules", skipped or ())
+    ConfigError.raise_if([*problems, *unknown_modules(model, "keep_in_fp32_modules", kept)])
     spared = {*(_heads(model) if skipped is None else skipped), *kept}
     found = [
         name
@@ -70,13 +72,6 @@ def to_quantize(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:
     if not found:
         logger.warning("No linear modules were found in your model, so nothing is quantized.")
     return found
-
-
-def lies_within(name: str, modules: Collection[str]) -> bool:
-    """Return whether a name is, or lies in, a module that is named fully or by one part."""
-    return not {*name.split(".")}.isdisjoint(modules) or any(
-        name == module or name.startswith(f"{module}.") for module in modules
-    )
 
 
 def _heads(model: nn.Module) -> Iterator[str]:
