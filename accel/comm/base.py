@@ -69,17 +69,6 @@ class Communicator(ABC):
     def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         """Return rank `source`'s list of picklable values; others give a list of its length."""
 
-    @abstractmethod
-    def post(self, key: str, value: str) -> None:
-        """Leave `value` under `key` for the other ranks. No collective: it waits for nobody."""
-
-    @abstractmethod
-    def posted(self, key: str) -> list[str] | None:
-        """Return what the ranks have posted under `key`, by rank; None until all of them have."""
-
-    def flush(self) -> None:  # noqa: B027 (eager transports have nothing to wait for)
-        """Wait until work that was only queued (lazy backends) is done. Nothing by default."""
-
     def before_exit(self, let_go: Callable[[], None]) -> None:  # noqa: B027 (nothing to let go of)
         """Have `let_go` called when the process ends. Nothing by default.
 

@@ -31,9 +31,6 @@ class LocalCommunicator(Communicator):
     local_world_size = 1
     backend = None
 
-    def __init__(self) -> None:
-        self._posted: dict[str, str] = {}
-
     def barrier(self) -> None:
         """Return at once."""
 
@@ -55,12 +52,6 @@ class LocalCommunicator(Communicator):
 
     def broadcast_objects(self, values: Sequence[object], source: int = 0) -> list[Any]:
         return list(values)
-
-    def post(self, key: str, value: str) -> None:
-        self._posted[key] = value
-
-    def posted(self, key: str) -> list[str] | None:
-        return [self._posted[key]] if key in self._posted else None
 
     def close(self) -> None:
         """Note the end of the run; there is no group, so collectives continue to work."""

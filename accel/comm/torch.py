@@ -254,19 +254,6 @@ class TorchCommunicator(Communicator):
         dist.broadcast_object_list(received, src=source)
         return received
 
-    def post(self, key: str, value: str) -> None:
-        """Write `value` to the rendezvous store."""
-        self._store().set(_posted_key(key, self.rank), value)
-
-    def posted(self, key: str) -> list[str] | None:
-        store = self._store()
-        keys = [_posted_key(key, rank) for rank in range(self.world_size)]
-        return [store.get(one).decode() for one in keys] if store.check(keys) else None
-
-    def _store(self) -> Store:
-        self._require_open()
-        return dist.distributed_c10d._get_default_store()
-
     def before_exit(self, let_go: Callable[[], None]) -> None:
         """Have `let_go` called when the process ends: under gloo, whose threads must end first."""
         if self.backend != "gloo":
@@ -285,10 +272,6 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group()
             _RENDEZVOUS.group = None
         self.closed = True
-
-
-def _posted_key(key: str, rank: int) -> str:
-    return f"accel/posted/{key}/{rank}"
 
 
 def _as_movable(flat: torch.Tensor) -> torch.Tensor:

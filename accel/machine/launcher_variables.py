@@ -108,11 +108,8 @@ def read(variables: Mapping[str, str]) -> Launched | None:
     Raises:
         ConfigError: for a number that is none.
     """
-    for reader in (_open_mpi, _mvapich, _pmi, _slurm):
-        found = reader(variables)
-        if found is not None:
-            return found
-    return None
+    found = _mpi(variables, "OMPI_COMM_WORLD") or _mpi(variables, "MV2_COMM_WORLD")
+    return found or _pmi(variables) or _slurm(variables)
 
 
 def integer(variables: Mapping[str, str], name: str) -> int | None:
@@ -145,14 +142,6 @@ def _mpi(variables: Mapping[str, str], prefix: str) -> Launched | None:
         host=first_host(variables.get("SLURM_JOB_NODELIST", "")),
         job=_job(variables),
     )
-
-
-def _open_mpi(variables: Mapping[str, str]) -> Launched | None:
-    return _mpi(variables, "OMPI_COMM_WORLD")
-
-
-def _mvapich(variables: Mapping[str, str]) -> Launched | None:
-    return _mpi(variables, "MV2_COMM_WORLD")
 
 
 def _pmi(variables: Mapping[str, str]) -> Launched | None:

@@ -171,7 +171,7 @@ def choose(
     requested: list[str] = []
     for plugin in plugins():
         try:
-            if plugin.name not in given and not _switched_on(plugin, environment):
+            if plugin.name not in given and not (plugin.switch and environment.flag(plugin.switch)):
                 continue
             requested.append(plugin.name)
             on[plugin.name] = plugin.resolved(given.get(plugin.name), environment)
@@ -255,10 +255,6 @@ def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for first, second in itertools.combinations(names, 2):
         if owners[first] != owners[second]:
             yield first, second
-
-
-def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
-    return bool(plugin.switch) and environment.flag(plugin.switch)
 
 
 def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:

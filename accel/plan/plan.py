@@ -429,13 +429,6 @@ def _backend(
     several = environment.world_size > 1
     if not (several or environment.has_rendezvous or choice.plugins):
         return None
-    if not torch.distributed.is_available():
-        found.add(
-            f"WORLD_SIZE={environment.world_size}",
-            "this build of torch has no torch.distributed",
-            "Install a build that has it, or start one process.",
-        )
-        return None
     nowhere = None in (environment.master_addr, environment.master_port)
     if several and init.init_method is None and nowhere:
         found.add(

@@ -137,14 +137,11 @@ def _adopted(old: torch.nn.Module, new: torch.nn.Module) -> torch.nn.Module:
 
 def _keep_extra_state_out(layer: torch.nn.Module) -> None:
     """Leave the extra state of a layer out of state dicts: it is a pickle, which could run code."""
-    if hasattr(layer, "get_extra_state") and _drop_extra_state not in _hooks(layer):
+    hooks = layer._state_dict_hooks.values()
+    if hasattr(layer, "get_extra_state") and _drop_extra_state not in hooks:
         layer.register_state_dict_post_hook(_drop_extra_state)
         layer.register_load_state_dict_pre_hook(_drop_extra_state)
         layer.register_load_state_dict_post_hook(_expect_no_extra_state)
-
-
-def _hooks(layer: torch.nn.Module) -> Collection[object]:
-    return layer._state_dict_hooks.values()
 
 
 def _drop_extra_state(

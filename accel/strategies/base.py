@@ -402,9 +402,8 @@ class Strategy(ABC):
     backward: Callable[..., None] = staticmethod(torch.Tensor.backward)
     """Compute gradients of a loss [], already scaled for accumulation and precision."""
 
-    def close(self) -> None:
-        """Drop references to wrapped objects, draining what is under way first."""
-        self.comm.flush()
+    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+        """Drop references to wrapped objects. Nothing by default."""
 
 
 def make_scaler(plan: Plan) -> StepScaler | None:

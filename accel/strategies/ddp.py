@@ -145,18 +145,15 @@ class CompareTrainable:
         # A model may be frozen as a whole for a while, as a discriminator in the generator's step:
         # nothing is reduced then.
         if self.known.changed() and any(p.requires_grad for p in model.parameters()):
+            inside = model.module if isinstance(model, DistributedDataParallel) else model
             raise ConfigError.of(
-                f"{type(_inside(model)).__name__}: parameters that were frozen, unfrozen, added or "
+                f"{type(inside).__name__}: parameters that were frozen, unfrozen, added or "
                 "replaced after prepare",
                 "DDP averages the gradients of the parameters that required gradients when it "
                 "wrapped the model",
                 "Prepare the model again after the change, between two optimizer steps: "
                 "model = accelerator.prepare(model).",
             )
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 # Models in DDP, and what compares their parameters.

@@ -180,11 +180,6 @@ def share_weights(engine: DeepSpeedEngine) -> None:
 # -- on disk -------------------------------------------------------------------------------
 
 
-def is_swapped(engine: DeepSpeedEngine) -> bool:
-    """Return whether an engine swaps optimizer state to disk."""
-    return bool(getattr(getattr(engine, "optimizer", None), "swap_optimizer", False))
-
-
 @final
 class SwappedState:
     """Optimizer state that an engine swaps to disk, one sub-group of it in memory at a time.
@@ -197,7 +192,8 @@ class SwappedState:
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._optimizer = engine.optimizer if is_swapped(engine) else None
+        optimizer = getattr(engine, "optimizer", None)
+        self._optimizer = optimizer if getattr(optimizer, "swap_optimizer", False) else None
         self._sub_group: int | None = None
         self._changed = False
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
