@@ -41,8 +41,10 @@ def run(folder: Path, *overrides: str, code: int = 0) -> Path:
     return max(folder.glob("runs/*/*"), key=lambda path: path.stat().st_mtime)
 
 
-def test_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
-    xla = run(tmp_path / "xla", *ON_XLA, "model.dropout=0", "trainer.micro_batch_size=16")
+@pytest.mark.parametrize("sharded", [(), ("xla=sharded",)])
+def test_losses_are_those_of_the_cpu(tmp_path: Path, sharded: tuple[str, ...]) -> None:
+    more = ("model.dropout=0", "trainer.micro_batch_size=16", *sharded)
+    xla = run(tmp_path / "xla", *ON_XLA, *more)
     cpu = run(tmp_path / "cpu", "distributed.device=cpu", *LINE, "model.dropout=0")
     assert losses(xla) == pytest.approx(losses(cpu), rel=1e-5)
     for split in ("validation", "test"):

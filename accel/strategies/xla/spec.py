@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from accel.config.training import is_compiling
+from accel.config.xla import XlaPlugin
 from accel.machine.enums import DistributedType, PrecisionType
 from accel.machine.errors import Problem
-from accel.strategies.spec import Request, StrategySpec
+from accel.strategies.spec import PluginSpec, Request, StrategySpec
 
+NAME = "xla"
 FORMATS = (PrecisionType.NO, PrecisionType.BF16)
 
 
 def _problems(request: Request) -> list[Problem]:
     found = []
+    if request.device_type != NAME:
+        rule = "it spreads a model over the devices of torch_xla"
+        remedy = "Choose distributed=tpu, or Accelerator(device='xla'); or leave it out."
+        found.append(Problem(f"XlaPlugin on {request.device_type}", rule, remedy))
     world_size = request.environment.world_size
     if world_size > 1:
         rule = "one process drives all devices of the machine, and there is one machine"
@@ -28,9 +34,10 @@ def _problems(request: Request) -> list[Problem]:
 
 
 SPEC = StrategySpec(
-    name="xla",
+    name=NAME,
     place="accel.strategies.xla.strategy:XlaStrategy",
-    is_default=lambda world_size, device_type: device_type == "xla",
+    plugins=(PluginSpec(name=NAME, kind=XlaPlugin, reported=DistributedType.XLA),),
+    is_default=lambda world_size, device_type: device_type == NAME,
     reported=DistributedType.XLA,
     packages=("torch_xla",),
     problems=_problems,

@@ -2,8 +2,8 @@
 
 Nothing of a step is computed before it is dispatched: where the optimizer has stepped, and where
 the next batch arrives. Both return at once; only reading a value waits for the device. Several
-devices are one to the program (SPMD): each batch is sharded over them, weights are replicated, and
-XLA's compiler puts the all-reduce of gradients where they are summed.
+devices are one to the program (SPMD): each batch is sharded over them, weights are replicated, or
+sharded, too, and XLA's compiler puts collectives where values of other devices are wanted.
 
 Source: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 """
@@ -11,6 +11,7 @@ Source: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
@@ -27,10 +28,12 @@ from accel.comm.ops import send_to_device
 from accel.machine.tree import iterate
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.base import StateIO, Strategy
+from accel.strategies.xla.spec import NAME
 
 if TYPE_CHECKING:
     from accel.checkpoint.optimizer_state import ParameterNames
     from accel.comm.base import Communicator
+    from accel.config.xla import XlaPlugin
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
@@ -67,17 +70,24 @@ class XlaStrategy(Strategy):
         self.state = XlaState()
         count = runtime.global_runtime_device_count()
         self._mesh = spmd.Mesh(np.arange(count), (count,), (AXIS,))
+        plugin: XlaPlugin | None = plan.plugin(NAME)
+        self._shards_weights = plugin is not None and plugin.shard_weights
 
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
     ) -> torch.nn.Module:
-        """Return `model` on the device; its parameters stay the objects that optimizers hold."""
+        """Return `model` on the device; its parameters stay the objects that optimizers hold.
+
+        Gradients and optimizer state, computed from them, are sharded as parameters are.
+        """
         before = get_swap_module_params_on_conversion()
         set_swap_module_params_on_conversion(True)
         try:
-            return super().wrap_model(model, place, evaluation)
+            wrapped = super().wrap_model(model, place, evaluation)
         finally:
             set_swap_module_params_on_conversion(before)
+        self._shard_weights(wrapped.parameters())
+        return wrapped
 
     def wrap_loader(self, loader: Any) -> Any:
         """Return `loader`, each batch of which is sharded and ends the graph of what was before."""
@@ -93,6 +103,9 @@ class XlaStrategy(Strategy):
             if group.get("fused"):  # torch's kernels, which XLA has no need of
                 group["fused"] = False
         own.register_step_post_hook(lambda *_: torch_xla.sync())
+        own.register_load_state_dict_post_hook(
+            lambda loaded: self._shard_weights(iterate(list(loaded.state.values())))
+        )
         return super().wrap_optimizer(optimizer, place)
 
     def _place(self, batch: Batch, moves: bool) -> Batch:
@@ -103,12 +116,22 @@ class XlaStrategy(Strategy):
 
         XLA computes the same whatever is sharded: tensors that do not divide are replicated.
         """
-        mesh, count = self._mesh, self._mesh.size()
         parts: list[Any] = [batch]
         if dataclasses.is_dataclass(batch):
             parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-        for tensor in iterate(parts) if count > 1 else ():
-            if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] % count == 0:
-                spmd.mark_sharding(tensor, mesh, (AXIS, *[None] * (tensor.dim() - 1)))
+        for tensor in iterate(parts):
+            self._shard(tensor, range(min(tensor.dim(), 1)))
         torch_xla.sync()
         return batch
+
+    def _shard_weights(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors if self._shards_weights else ():
+            self._shard(tensor, range(tensor.dim()))
+
+    def _shard(self, tensor: torch.Tensor, dims: Iterable[int]) -> None:
+        """Shard a tensor over several devices along the first of `dims` that they divide."""
+        count = self._mesh.size()
+        dim = next((dim for dim in dims if tensor.shape[dim] % count == 0), None)
+        if count > 1 and dim is not None and tensor.device.type == NAME:
+            axes = [AXIS if place == dim else None for place in range(tensor.dim())]
+            spmd.mark_sharding(tensor, self._mesh, tuple(axes))

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, infer_auto_device_map, notebook_launcher
+from accel.config.xla import XlaPlugin
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError
 from accel.utils import set_seed
@@ -102,9 +103,10 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert (found[name] - tensor).abs().max() <= CLOSE * max(1, tensor.abs().max()), name
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_losses_and_weights_are_those_of_a_plain_loop(steps: int) -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
+@pytest.mark.parametrize(("steps", "sharded"), [(1, False), (2, False), (4, False), (2, True)])
+def test_losses_and_weights_are_those_of_a_plain_loop(steps: int, sharded: bool) -> None:
+    plugins = [XlaPlugin(shard_weights=sharded)]
+    accelerator = Accelerator(gradient_accumulation_steps=steps, strategy_plugins=plugins)
     prepared = accelerator.prepare(*parts())
     losses = torch.stack(train(accelerator, prepared, 3)).cpu()
     wanted, weights = plain(3, steps)
@@ -125,16 +127,37 @@ def test_model_and_batches_are_on_the_device_of_torch_xla() -> None:
         assert parameter is held
         assert parameter.device.type == "xla"
     inputs, targets = next(iter(loader))
-    shardings = [torch_xla._XLAC._get_xla_sharding_spec(one) for one in (inputs, targets)]
+    shardings = [sharding(one) for one in (inputs, targets)]
     assert shardings == (["{devices=[2,1]0,1}", "{devices=[2]0,1}"] if number == 2 else ["", ""])
     seen = []
 
     def loss_fn(model: torch.nn.Module, batch: Sample) -> torch.Tensor:
-        seen.append(torch_xla._XLAC._get_xla_sharding_spec(batch.inputs))
+        seen.append(sharding(batch.inputs))
         return model(batch.inputs).sum()
 
     accelerator.forward_backward(model, [Sample(torch.ones(4, 8))], loss_fn)
     assert seen == shardings[:1]
+
+
+def sharding(tensor: torch.Tensor) -> str:
+    return torch_xla._XLAC._get_xla_sharding_spec(tensor)
+
+
+def test_weights_and_optimizer_state_are_sharded(tmp_path: Path) -> None:
+    """Also after a checkpoint is loaded; the next step is that of the run that wrote it."""
+    accelerator = Accelerator(strategy_plugins=[XlaPlugin(shard_weights=True)])
+    prepared = accelerator.prepare(*parts())
+    model, optimizer, *_ = prepared
+    several = runtime.global_runtime_device_count() == 2
+    train(accelerator, prepared, 1)
+    accelerator.save_state(str(tmp_path))
+    rest = torch.stack(train(accelerator, prepared, 1)).cpu()
+    accelerator.load_state(str(tmp_path))
+    for parameter in model.parameters():
+        whole = "{devices=[2,1]0,1}" if parameter.dim() == 2 else "{devices=[2]0,1}"
+        moments = optimizer.state[parameter]["exp_avg"]
+        assert (sharding(parameter), sharding(moments)) == ((whole, whole) if several else ("", ""))
+    assert torch.equal(torch.stack(train(accelerator, prepared, 1)).cpu(), rest)
 
 
 def test_a_step_waits_for_no_value_and_is_compiled_once() -> None:
@@ -263,6 +286,8 @@ def test_what_it_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Accelerator(**arguments)
+    with pytest.raises(ConfigError, match="XlaPlugin on cpu"):
+        Accelerator(cpu=True, strategy_plugins=[XlaPlugin(shard_weights=True)])
     with pytest.raises(ConfigError, match=r"num_processes=8.*this machine has 1"):
         notebook_launcher(print, num_processes=8)
     with pytest.raises(ConfigError, match="torch_xla places models by itself"):
