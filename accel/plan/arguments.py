@@ -100,19 +100,7 @@ class Arguments:
                 remedy = f"Give {name}={kind.__name__}(…)."
                 problems.add(f"{name}={value!r}", f"it is a {kind.__name__}", remedy)
                 wrong.add(name)
-        for name in ("project_dir", "logging_dir"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (str, os.PathLike)):
-                problems.add(f"{name}={value!r}", "it is the path of a folder", "Give a text.")
-                wrong.add(name)
-        handlers: list[KwargsHandler] = []
-        for name in ("kwargs_handlers", "kwarg_handler"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Iterable):
-                rule, remedy = "it is a list of handlers", f"Give {name}=[…]."
-                problems.add(f"{name}={value!r}", rule, remedy)
-            else:
-                handlers += value or ()
+        handlers = [*(self.kwargs_handlers or ()), *(self.kwarg_handler or ())]
         defaults = Arguments()
         valid = {name: getattr(defaults, name) for name in wrong}
         return dataclasses.replace(arguments, kwargs_handlers=handlers, kwarg_handler=None, **valid)

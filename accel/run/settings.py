@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 Handler = TypeVar("Handler", bound=KwargsHandler)
 
 
+def _loader_setting(name: str) -> Any:
+    """Return the property of a field of `plan.dataloader`, set for loaders prepared later."""
+
+    def read(run: RunSettings) -> object:
+        return getattr(run.plan.dataloader, name)
+
+    def write(run: RunSettings, value: object) -> None:
+        run._change(dataloader=dataclasses.replace(run.plan.dataloader, **{name: value}))  # type: ignore[arg-type]
+
+    return property(read, write)
+
+
 class RunSettings:
     """Read the settings of a run; those of loaders can be set for the loaders prepared later.
 
@@ -289,62 +301,23 @@ class RunSettings:
     def dataloader_config(self, dataloader_config: DataLoaderConfiguration) -> None:
         self._change(dataloader=dataloader_config)
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether loaders split their batches over processes."""
-        return self.plan.dataloader.split_batches
+    split_batches: bool = _loader_setting("split_batches")
+    """Whether loaders split their batches over processes."""
 
-    @split_batches.setter
-    def split_batches(self, split_batches: bool) -> None:
-        self._set_loading("split_batches", split_batches)
+    dispatch_batches: bool | None = _loader_setting("dispatch_batches")
+    """Whether the main process reads for all; None: for streams alone."""
 
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None: for streams alone."""
-        return self.plan.dataloader.dispatch_batches
+    even_batches: bool = _loader_setting("even_batches")
+    """Whether last batches are completed, so that each process has as many."""
 
-    @dispatch_batches.setter
-    def dispatch_batches(self, dispatch_batches: bool | None) -> None:
-        self._set_loading("dispatch_batches", dispatch_batches)
+    use_seedable_sampler: bool = _loader_setting("use_seedable_sampler")
+    """Whether random samplers draw an order that depends on seed and epoch alone."""
 
-    @property
-    def even_batches(self) -> bool:
-        """Whether last batches are completed, so that each process has as many."""
-        return self.plan.dataloader.even_batches
+    non_blocking: bool = _loader_setting("non_blocking")
+    """Whether copies to the device overlap with computation."""
 
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self._set_loading("even_batches", even_batches)
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether random samplers draw an order that depends on seed and epoch alone."""
-        return self.plan.dataloader.use_seedable_sampler
-
-    @use_seedable_sampler.setter
-    def use_seedable_sampler(self, use_seedable_sampler: bool) -> None:
-        self._set_loading("use_seedable_sampler", use_seedable_sampler)
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device overlap with computation."""
-        return self.plan.dataloader.non_blocking
-
-    @non_blocking.setter
-    def non_blocking(self, non_blocking: bool) -> None:
-        self._set_loading("non_blocking", non_blocking)
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders are torchdata's `StatefulDataLoader`."""
-        return self.plan.dataloader.use_stateful_dataloader
-
-    @use_stateful_dataloader.setter
-    def use_stateful_dataloader(self, use_stateful_dataloader: bool) -> None:
-        self._set_loading("use_stateful_dataloader", use_stateful_dataloader)
-
-    def _set_loading(self, name: str, value: object) -> None:
-        self._change(dataloader=dataclasses.replace(self.plan.dataloader, **{name: value}))  # type: ignore[arg-type]
+    use_stateful_dataloader: bool = _loader_setting("use_stateful_dataloader")
+    """Whether loaders are torchdata's `StatefulDataLoader`."""
 
     # -- the rest ------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ SCHEDULES = {
 class Settings(Claims):
     """Resolve DeepSpeed's configuration.
 
-    `batch_sizes`: samples per process and micro-batch, of each prepared loader.
     `num_steps`: micro-batches per optimizer step.
     `allows_untested`: whether the configuration allows untested optimizers; None: not given.
     """
@@ -58,7 +57,6 @@ class Settings(Claims):
     def __init__(self, plugin: DeepSpeedPlugin, plan: Plan) -> None:
         super().__init__(plugin)
         self.plan, self.dp_size = plan, plan.parallel_dims.dp_size
-        self.batch_sizes: list[int] = []
         self.num_steps = 1
         untested = value_at(self.config, UNTESTED)
         self.allows_untested: bool | None = None if untested == AUTO else untested
@@ -78,7 +76,6 @@ class Settings(Claims):
 
     def resolve_run(self, batch_sizes: list[int]) -> None:
         """Resolve accumulation, precision, clipping and batch sizes."""
-        self.batch_sizes = batch_sizes
         self.num_steps = steps = self._num_steps()
         if ACCUMULATION not in self.plugin.decided:  # else already compared
             self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")

@@ -27,7 +27,6 @@ from accel.strategies.context_parallel import ContextParallel
 from accel.strategies.deepspeed import initialize
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
 from accel.strategies.deepspeed.settings import (
-    MICRO_BATCH,
     Settings,
     check_devices,
     check_kind,
@@ -80,7 +79,6 @@ class DeepSpeedStrategy(Strategy):
         self.sync: DeepSpeedSync = DeepSpeedSync()
         self.gradients = DeepSpeedGradients(self._trained)
         self.state = ZeroState(self._trained, comm, self.package)
-        self._lacks_loaders = False  # whether the engine was built before any loader
         self._active_config: initialize.ActiveConfig | None = initialize.ActiveConfig(
             self._is_partitioned_by_transformers, self._partitioned_init_config, plan.local_rank
         )
@@ -129,7 +127,6 @@ class DeepSpeedStrategy(Strategy):
         ConfigError.raise_if(object_problems(objects))
         done = Objects(dataloaders=objects.dataloaders)
         if not objects.models:
-            self._resolve_batch_size(objects.dataloaders)
             for optimizer, scheduler in itertools.product(prepared.optimizers, objects.schedulers):
                 optimizer.attach(scheduler)
             done.schedulers = [
@@ -175,17 +172,6 @@ class DeepSpeedStrategy(Strategy):
         sizes = [size for size in map(_batch_size, loaders) if size]
         divisor = self.plan.parallel_dims.dp_size if self.plan.dataloader.split_batches else 1
         return [max(1, size // divisor) for size in sizes]
-
-    def _resolve_batch_size(self, loaders: Sequence[object]) -> None:
-        """Set the batch size of an engine that was built before any loader."""
-        optimizer, sizes = self._trained.optimizer(), self._batch_sizes(loaders)
-        if optimizer is None or not self._lacks_loaders or not sizes:
-            return
-        settings = Settings(optimizer.engine.accel_plugin, self.plan)
-        settings.resolve_run(sizes)
-        settings.problems.raise_if()
-        optimizer.engine.set_train_micro_batch_size(settings.config[MICRO_BATCH])
-        self._lacks_loaders = False
 
     def _evaluated(
         self, model: torch.nn.Module, place: bool, evaluation: bool, settings: Settings
@@ -240,7 +226,6 @@ class DeepSpeedStrategy(Strategy):
         self._trained.set(wrapped)
         if settings.num_steps != (self.plan.accumulation.num_steps or 1):
             GradientState(dataclasses.replace(self.plan.accumulation, num_steps=settings.num_steps))
-        self._lacks_loaders = not settings.batch_sizes and MICRO_BATCH not in self.plugin.decided
         done.optimizers = [wrapped]
         for scheduler in schedulers:
             if isinstance(scheduler, DummyScheduler):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from accel import Accelerator
-from accel.config.handlers import AutocastKwargs
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, PartialState
 
@@ -26,10 +25,6 @@ SWITCH = "expected true or false"
         ("gradient_accumulation_plugin", 2, "it is a GradientAccumulationPlugin"),
         ("dynamo_plugin", "inductor", "it is a TorchDynamoPlugin"),
         ("parallelism_config", 2, "it is a ParallelismConfig"),
-        ("project_dir", 5, "it is the path of a folder"),
-        ("logging_dir", 5, "it is the path of a folder"),
-        ("kwargs_handlers", AutocastKwargs(), "it is a list of handlers"),
-        ("kwarg_handler", AutocastKwargs(), "it is a list of handlers"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(name: str, value: Any, rule: str) -> None:

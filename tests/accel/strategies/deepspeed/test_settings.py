@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.errors import ConfigError
@@ -20,7 +18,6 @@ from accel.plan.dims import data_parallel
 from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
-from tests.helpers import run_distributed
 
 
 def told_by(error: pytest.ExceptionInfo[ConfigError]) -> str:
@@ -252,28 +249,3 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
     settings.resolve_run([4])
     assert len(settings.problems) == (expected is not None)
     assert (expected or "") in "".join(problem.value for problem in settings.problems)
-
-
-def loaders_come_after_the_model() -> None:
-    def loader(size: int) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.zeros(32, 6)), batch_size=size)
-
-    for told, first in ((16, 16), (None, 8)):
-        config = {"train_micro_batch_size_per_gpu": told} if told else None
-        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
-        assert accelerator.state.deepspeed_plugin.zero_stage == 2
-        model = torch.nn.Linear(6, 5)
-        engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        if told:
-            with pytest.raises(ConfigError, match="per_gpu=16 with batch_size=8 of the prepared"):
-                accelerator.prepare(loader(8))
-        accelerator.prepare(loader(first))
-        sizes = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
-        assert sizes == (first, first * accelerator.num_processes)
-        accelerator.prepare(loader(2))  # for evaluation
-        assert engine.train_micro_batch_size_per_gpu() == first
-        accelerator.end_training()
-
-
-def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:
-    run_distributed(loaders_come_after_the_model, 1)
