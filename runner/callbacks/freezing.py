@@ -53,10 +53,11 @@ class Freeze(Callback):
             ConfigError: if a pattern matches nothing, or the strategy cannot unfreeze.
         """
         problems, spec = Problems(), loop.accelerator.strategy.spec
-        if self.unfreeze and spec.owns_parameters:
-            rule = "its optimizer steps what requires gradients when training begins"
-            remedy = "Leave unfreeze out, or choose another strategy."
-            problems.add(f"freeze.unfreeze with {spec.name}", rule, remedy)
+        in_stages = loop.accelerator.parallel_dims.pp > 1
+        if self.unfreeze and (spec.owns_parameters or in_stages):
+            value = f"freeze.unfreeze with {'pipeline stages' if in_stages else spec.name}"
+            rule = "what requires gradients there is fixed when training begins"
+            problems.add(value, rule, "Leave unfreeze out, or choose another strategy.")
         named = parameters(loop.accelerator, loop.step.models)
         frozen = matching(named, self.names, "freeze.names", problems)
         self._frozen = dict.fromkeys(frozen)

@@ -119,6 +119,9 @@ class ModelSummary(Callback):
 def _require_gradients(loop: Run, key: str) -> None:
     if loop.accelerator.strategy.wrapped_engine is not None:
         raise ConfigError.of(key, "the engine hides gradients", "Leave it out.")
+    if loop.accelerator.parallel_dims.pp > 1:
+        rule = "it needs all gradients on each rank, and other stages hold some"
+        raise ConfigError.of(f"{key} with pipeline stages", rule, "Leave it out.")
 
 
 def _groups(loop: Run) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:

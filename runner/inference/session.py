@@ -30,7 +30,7 @@ from runner.inference.load import (
 from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
-from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
+from runner.recipe.schema import PLUGINS, Distributed, Parallelism, Recipe, Trainer
 from runner.runs import directory, environment
 from runner.runs.job import Job
 from runner.runs.json_files import JsonObject
@@ -225,7 +225,8 @@ def for_inference(recipe: Recipe, request: Request) -> Recipe:
         remedy = "Leave it out, give --processes 2, or choose the device: distributed.device=cpu."
         raise ConfigError.of(f"distributed={distributed.kind}", rule, remedy)
     device = "cpu" if distributed.kind == "multi_cpu" else distributed.device
-    off: JsonObject = dict.fromkeys(PLUGINS)  # a checkpoint holds full tensors
+    # A checkpoint holds full tensors.
+    off: JsonObject = {**dict.fromkeys(PLUGINS), "parallelism": Parallelism()}
     own = Distributed(device=device, init=distributed.init)
     if number == 1:
         return replace(recipe, distributed=own, **off)

@@ -88,9 +88,9 @@ def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(
     check(tmp_path / "whole", averaged=by == "step")
 
 
-def refused_or_frozen(folder: str) -> bool:
-    run_dir, recipe = Path(folder), loops.recipe_of(trainer__max_steps=3, **ENGINES["zero3"])
-    with pytest.raises(ConfigError, match=r"freeze.unfreeze with deepspeed"):
+def refused_or_frozen(folder: str, engine: str, words: str) -> bool:
+    run_dir, recipe = Path(folder), loops.recipe_of(trainer__max_steps=3, **ENGINES[engine])
+    with pytest.raises(ConfigError, match=f"freeze.unfreeze with {words}"):
         loops.run(run_dir, recipe, callbacks={"freeze": Freeze("0.*", {2: "*"})})
     loops.run(run_dir, recipe, model=network(), callbacks={"freeze": Freeze("0.*")})
     loops.forget()
@@ -99,8 +99,9 @@ def refused_or_frozen(folder: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_strategy_that_cannot_unfreeze_freezes(tmp_path: Path) -> None:
-    assert run_distributed(refused_or_frozen, 2, str(tmp_path))[0]
+@pytest.mark.parametrize(("engine", "words"), [("zero3", "deepspeed"), ("pp", "pipeline stages")])
+def test_a_strategy_that_cannot_unfreeze_freezes(engine: str, words: str, tmp_path: Path) -> None:
+    assert run_distributed(refused_or_frozen, 2, str(tmp_path), engine, words)[0]
 
 
 def test_names_that_match_nothing_are_refused(tmp_path: Path) -> None:

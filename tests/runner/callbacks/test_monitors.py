@@ -61,12 +61,23 @@ def test_sharded_weights_have_the_values_of_whole_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["deepspeed=zero2"], "callbacks.histograms: the engine hides gradients"),
+        (["experiment=bytes_gpt", "parallelism.pp_size=2"], "other stages hold some"),
+    ],
+)
 def test_an_engine_with_gradients_of_its_own_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    given: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["deepspeed=zero2", "distributed=multi_cpu", ON, "tracker=none"]) == 2
-    assert "callbacks.histograms: the engine hides gradients" in capfd.readouterr().err
+    assert cli.main([*given, "distributed=multi_cpu", ON, "tracker=none"]) == 2
+    assert words in capfd.readouterr().err
 
 
 def test_a_summary_is_kept_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ def test_any_number_of_processes_measures(tmp_path: Path) -> None:
 
 
 def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path, "distributed=multi_cpu", "distributed.num_processes=2")
+    two = ("distributed=multi_cpu", "distributed.num_processes=2", "parallelism.cp_size=2")
+    run_dir = make_run(tmp_path, *two)
     found = session.evaluate(session.Request(run_dir, splits=("test",)))
     assert found["metrics"]["test"]["loss"] > 0
 
