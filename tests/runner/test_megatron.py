@@ -91,3 +91,25 @@ def test_a_run_goes_on_under_other_strategies(tmp_path: Path, option: str) -> No
     for name in ("loss", "token_accuracy"):
         found, wanted = ([r[name] for r in records(one, "validation")] for one in (resumed, whole))
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_packed_rows_train_and_texts_are_generated(tmp_path: Path) -> None:
+    shown = ("callbacks=generate", "callbacks.generate.prompts=[a]", "data.packing=true")
+    line = (*NO_DROPOUT, *shown, "callbacks.generate.max_new_tokens=4")
+    found = run(tmp_path / "pp", *TWO, "megatron=pipeline", *line)
+    expected = run(tmp_path / "one", "distributed=none", *line)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    shown_texts = [
+        [path.read_text() for path in sorted(one.glob("media/*/generated*"))]
+        for one in (found, expected)
+    ]
+    assert shown_texts[0] == shown_texts[1] != []
+
+
+def test_a_machine_without_gpus_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    write_file(tmp_path / "kill.py", KILL)
+    line = python("-m", "runner", *LINE, *KILLED, *MEGATRON)
+    answer = ran(line, tmp_path, 300, PYTHONPATH=str(ROOT))
+    assert answer.returncode == 2
+    assert "megatron-core computes on CUDA GPUs" in answer.stdout + answer.stderr
+    assert not (tmp_path / "runs").exists()

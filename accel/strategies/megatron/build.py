@@ -76,7 +76,7 @@ INSTEAD = "Use FSDP instead."
 UNUSED = {
     *("normalization", "add_bias_linear", "num_moe_experts", "fp8", "fp4", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    "virtual_pipeline_model_parallel_size",
+    *("virtual_pipeline_model_parallel_size", "use_cpu_initialization"),
 }
 GPT = ("LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel")
 BERT = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
@@ -237,20 +237,10 @@ def build_model(
         raise ConfigError.of(f"other_megatron_args: {', '.join(odd)}", rule, "Leave them out.")
     if name in GPT:
         _check_gpt(model, config)
-        return _build_gpt(config, TransformerConfig(**own, **further))
+    arguments = {**own, **further, "use_cpu_initialization": name not in GPT}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        core = TransformerConfig(**own, **further, use_cpu_initialization=True)
-        if name in T5:
-            return _build_t5(config, core, plugin)
-        return _build_bert(config, core, has_binary_head=name == BERT[0])
-
-
-def _stage() -> dict[str, bool]:
-    return {
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
-    }
+        return _build(name, config, TransformerConfig(**arguments), plugin)
 
 
 def _layer(spec: Any) -> Any:
@@ -272,20 +262,6 @@ def _block(spec: Any, core: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules([_layer(spec)] * count, Norm)
 
 
-def _build_gpt(config: Any, core: TransformerConfig) -> GPTModel:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return GPTModel(
-        core,
-        _block(get_gpt_layer_local_spec(normalization=core.normalization), core),
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="learned_absolute" if config.model_type == "gpt2" else "rope",
-        rotary_base=rope.get("rope_theta", 10000),
-        **_stage(),
-    )
-
-
 @final
 class Bert(BertModel):
     """BERT whose attention mask is for torch's attention, of which each token sees some."""
@@ -299,29 +275,33 @@ class Bert(BertModel):
         return (attention_mask == 0)[:, None, None].expand(-1, 1, length, -1)
 
 
-def _build_bert(config: Any, core: TransformerConfig, has_binary_head: bool) -> Bert:
-    return Bert(
+def _build(
+    name: str, config: Any, core: TransformerConfig, plugin: MegatronLMPlugin
+) -> MegatronModule:
+    is_tied = name not in GPT or config.tie_word_embeddings
+    shared = {"vocab_size": config.vocab_size, "share_embeddings_and_output_weights": is_tied}
+    if name in T5:
+        encoder = dataclasses.replace(core, num_layers=config.num_layers)
+        blocks = (
+            _block(encoder_model_with_local_spec(), encoder),
+            _block(decoder_model_with_local_spec(), core),
+        )
+        length = plugin.seq_length or getattr(config, "n_positions", 512)
+        return T5Model(core, encoder, *blocks, max_sequence_length=length, **shared)
+    shared |= {
+        "max_sequence_length": config.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    if name in BERT:
+        types, layer = (2 if name == BERT[0] else 0), _layer(bert_layer_local_spec)
+        return Bert(core, types, layer, add_binary_head=name == BERT[0], **shared)
+    return GPTModel(
         core,
-        num_tokentypes=2 if has_binary_head else 0,
-        transformer_layer_spec=_layer(bert_layer_local_spec),
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=True,
-        add_binary_head=has_binary_head,
-        **_stage(),
-    )
-
-
-def _build_t5(config: Any, core: TransformerConfig, plugin: MegatronLMPlugin) -> T5Model:
-    encoder = dataclasses.replace(core, num_layers=config.num_layers)
-    return T5Model(
-        core,
-        encoder,
-        _block(encoder_model_with_local_spec(), encoder),
-        _block(decoder_model_with_local_spec(), core),
-        vocab_size=config.vocab_size,
-        max_sequence_length=plugin.seq_length or getattr(config, "n_positions", 512),
-        share_embeddings_and_output_weights=True,
+        _block(get_gpt_layer_local_spec(normalization=core.normalization), core),
+        position_embedding_type="learned_absolute" if config.model_type == "gpt2" else "rope",
+        rotary_base=(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000),
+        **shared,
     )
 
 
@@ -337,28 +317,21 @@ def step_of(model: torch.nn.Module, core: Any) -> tuple[type[AbstractTrainStep],
 
 def _check(name: str, config: Any, sizes: dict[str, Any], plugin: MegatronLMPlugin) -> None:
     """Refuse sizes that the degrees of a plugin do not divide."""
-    problems, (tp, pp) = Problems(), plugin.sizes
-    divided = {
-        "attention heads": sizes["num_attention_heads"],
-        "key-value heads": sizes.get("num_query_groups", sizes["num_attention_heads"]),
-        "features of an MLP": sizes["ffn_hidden_size"],
-    }
-    for what, size in divided.items():
-        if size % tp:
-            shown = f"{name}: {size} {what} with tp_degree={tp}"
-            problems.add(shown, "each rank has as many", "Choose another tp_degree.")
-    if config.vocab_size % tp:
-        problems.add(
-            f"{name}: vocab_size={config.vocab_size} with tp_degree={tp}",
-            "each tensor-parallel rank has as many tokens",
-            f"Call model.resize_token_embeddings(pad_to_multiple_of={tp}) before.",
-        )
-    if sizes["num_layers"] % pp:
-        value = f"{name}: {sizes['num_layers']} layers with pp_degree={pp}"
-        problems.add(value, "each stage has as many layers", "Choose another pp_degree.")
-    if name in T5 and pp > 1:
+    problems, heads = Problems(), sizes["num_attention_heads"]
+    for what, size, degree in (
+        ("attention heads", heads, "tp_degree"),
+        ("key-value heads", sizes.get("num_query_groups", heads), "tp_degree"),
+        ("features of an MLP", sizes["ffn_hidden_size"], "tp_degree"),
+        ("tokens of a vocabulary", config.vocab_size, "tp_degree"),
+        ("layers", sizes["num_layers"], "pp_degree"),
+    ):
+        if size % (parts := getattr(plugin, degree)):
+            pads = f"model.resize_token_embeddings(pad_to_multiple_of={parts})"
+            remedy = f"Choose another {degree}; a vocabulary grows by {pads}."
+            problems.add(f"{name}: {size} {what} with {degree}={parts}", "each has as many", remedy)
+    if name in T5 and plugin.sizes[1] > 1:
         rule = "megatron-core has encoder and decoder on each stage"
-        problems.add(f"{name} with pp_degree={pp}", rule, "Give tp_degree instead.")
+        problems.add(f"{name} with pp_degree={plugin.pp_degree}", rule, "Give tp_degree instead.")
     if name not in GPT and plugin.sequence_parallelism:
         rule = "the norms of its heads are not divided"
         problems.add(f"{name} with sequence_parallelism", rule, "Leave it out.")

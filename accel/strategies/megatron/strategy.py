@@ -10,7 +10,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,8 @@ from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.state import AcceleratorState, GradientState
 from accel.strategies.base import Accumulation, Objects, Strategy
-from accel.strategies.megatron.build import GPT, Weight, build_model, step_of, weights_of
-from accel.strategies.megatron.placeholders import (
-    MegatronLMDummyDataLoader,
-    MegatronLMDummyScheduler,
-)
+from accel.strategies.megatron import placeholders
+from accel.strategies.megatron.build import BERT, GPT, T5, Weight, build_model, step_of, weights_of
 from accel.strategies.megatron.spec import NAME, set_micro_batches
 from accel.strategies.megatron.state import MegatronState, described, shards_of
 from accel.strategies.megatron.steps import called
@@ -88,22 +85,25 @@ class MegatronStrategy(Strategy):
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
         """Return `objects`, with models of megatron-core and its optimizer."""
-        dummies = [
-            one.dataset
-            for one in objects.dataloaders
-            if isinstance(one.dataset, MegatronLMDummyDataLoader)
-        ]
-        if dummies:
-            built = iter(dummies[0].build(self.plan, self.plugin, len(prepared.dataloaders)))
-            objects.dataloaders = [
-                next(built) if one.dataset is dummies[0] else one for one in objects.dataloaders
-            ]
+        own = self.plugin.custom_megatron_datasets_provider_function
+        loaders, kinds = objects.dataloaders, {type(model).__name__ for model in objects.models}
+        dummies = (
+            d
+            for one in loaders
+            if isinstance(d := one.dataset, placeholders.MegatronLMDummyDataLoader)
+        )
+        if dummy := next(dummies, None):
+            if own is None and kinds & {*BERT, *T5}:
+                value, rule = "MegatronLMDummyDataLoader", "it has the data sets of GPT here"
+                raise ConfigError.of(value, rule, "Prepare a DataLoader of torch.")
+            built = iter(dummy.build(self.plan, self.plugin, len(prepared.dataloaders)))
+            objects.dataloaders = [next(built) if o.dataset is dummy else o for o in loaders]
         if sizes := [size for one in objects.dataloaders if (size := one.batch_size)]:
             size = min(sizes) if self.plugin.is_train_batch_min else max(sizes)
             self.plugin.set_training_args(size, self.plan.parallel_dims.dp_size)
         done = super().prepare(objects, placement, prepared, evaluation)
         for one in done.schedulers:
-            if isinstance(one.scheduler, MegatronLMDummyScheduler):
+            if isinstance(one.scheduler, placeholders.MegatronLMDummyScheduler):
                 one.scheduler = MegatronScheduler(one.scheduler, self.plugin)
                 one._repeats = 1  # it counts optimizer steps
         return done
@@ -177,6 +177,7 @@ class MegatronStrategy(Strategy):
         self.state.load_model_state(wrapped, wrapped.initial)
         model.to("meta")
         model.tie_weights()
+        model.forward = functools.wraps(model.forward)(_refuse_call)  # which `generate` calls
         wrapped.given.update((p, (name,)) for name, p in given.items())
         return wrapped
 
@@ -365,6 +366,12 @@ class MegatronStrategy(Strategy):
         """Destroy Megatron's process groups."""
         super().close()
         parallel_state.destroy_model_parallel()
+
+
+def _refuse_call(*_: object, **__: object) -> NoReturn:
+    rule = "its weights are in Megatron's shards"
+    remedy = "Call the prepared model, or load a saved one."
+    raise ConfigError.of("a call of a model that was given to prepare", rule, remedy)
 
 
 def _from_last_stage() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from accel.utils import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,
+    MegatronLMDummyDataLoader,
     T5TrainStep,
     avg_losses_across_data_parallel_group,
 )
@@ -27,6 +28,7 @@ from tests.accel.strategies.megatron.training import (
     build_model,
     data,
     started,
+    train,
 )
 from tests.helpers import run_distributed
 
@@ -61,8 +63,8 @@ def built(kind: str) -> torch.nn.Module:
     return getattr(transformers, name)(config)
 
 
-def batch_of(kind: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a batch of a kind of model, with padding but for GPT."""
+def batch_of(kind: str, tokens: torch.Tensor, padded: bool = False) -> dict[str, torch.Tensor]:
+    """Return a batch of a kind of model; all but GPT's have padding."""
     labels = tokens.clone()
     if kind == "gpt2":
         return {"input_ids": tokens, "labels": labels}
@@ -76,38 +78,21 @@ def batch_of(kind: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return batch
 
 
-def train(
+def trained(
     kind: str,
     fields: dict[str, Any],
     data_rank: int | None = None,
     source: str | None = None,
     target: str | None = None,
 ) -> list[float]:
-    """Train by the documented loop, or by a schedule where there are stages; return losses."""
     with started(fields) as accelerator:
         torch.manual_seed(3)
         model = built(kind)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
         if source is not None:
             accelerator.load_state(source)
-        dims, losses = accelerator.parallel_dims, []
-        rank = dims.dp_rank if data_rank is None else data_rank
-        for step in [*data(1)] * 3:
-            mine = [batch_of(kind, tokens.chunk(dims.dp_size)[rank]) for tokens in step]
-            if dims.pp > 1:
-                found = accelerator.forward_backward(model, mine, lambda m, b: m(**b).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                found = []
-                for batch in mine:
-                    with accelerator.accumulate(model):
-                        loss = model(**batch).loss
-                        accelerator.backward(loss)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        found.append(loss.detach())
-            losses.append(float(torch.stack(found).mean()))  # the same on every rank
+        build, steps = partial(batch_of, kind), data(1).expand(3, -1, -1, -1)
+        losses, _ = train(accelerator, model, optimizer, steps, False, data_rank, build)
         if target is not None:
             accelerator.save_state(target)
         assert losses[-1] < losses[0]
@@ -116,21 +101,21 @@ def train(
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "masked", "t5"])
 def test_each_kind_trains_as_in_one_process(kind: str) -> None:
-    expected = run_distributed(train, 1, kind, {})[0]
+    expected = run_distributed(trained, 1, kind, {})[0]
     for fields in (TP, {"use_distributed_optimizer": True}):
-        for found in run_distributed(train, 2, kind, fields):
+        for found in run_distributed(trained, 2, kind, fields):
             assert found == pytest.approx(expected, rel=1e-5)
-    wrong = run_distributed(train, 2, kind, {}, 0)[0]
+    wrong = run_distributed(trained, 2, kind, {}, 0)[0]
     assert wrong != pytest.approx(expected, rel=1e-4)
 
 
 def test_bert_goes_on_over_stages(tmp_path: Any) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    run_distributed(train, 1, "bert", {}, None, None, first)
-    expected = run_distributed(train, 1, "bert", {}, None, first)[0]
-    for found in run_distributed(train, 2, "bert", PP, None, first, second):
+    run_distributed(trained, 1, "bert", {}, None, None, first)
+    expected = run_distributed(trained, 1, "bert", {}, None, first)[0]
+    for found in run_distributed(trained, 2, "bert", PP, None, first, second):
         assert found == pytest.approx(expected, rel=1e-5)
-    run_distributed(train, 2, "bert", TP, None, second)
+    run_distributed(trained, 2, "bert", TP, None, second)
 
 
 class Weighted(GPTTrainStep):
@@ -174,7 +159,10 @@ def own_loss(fields: dict[str, Any], later: dict[str, Any]) -> float:
         plugin: Any = accelerator.state.megatron_lm_plugin
         for name, value in later.items():  # as documented: before `prepare`
             setattr(plugin, name, value)
-        model = accelerator.prepare_model(built("gpt2"))
+        given = built("gpt2")
+        model = accelerator.prepare_model(given)
+        with pytest.raises(ConfigError, match="Call the prepared model"):
+            given.generate(torch.zeros(1, 2, dtype=torch.long), max_new_tokens=1)  # type: ignore
         dims, tokens = accelerator.parallel_dims, data()[0, 0]
         batch = batch_of("gpt2", tokens.chunk(dims.dp_size)[dims.dp_rank])
         if plugin.megatron_dataset_flag:
@@ -337,6 +325,9 @@ def check_refusals() -> None:
         with pytest.raises(ConfigError, match="3 attention heads with tp_degree=2"):
             accelerator.prepare(model)
         model = built("masked")
+        dummy = MegatronLMDummyDataLoader(data_path="x")
+        with pytest.raises(ConfigError, match="the data sets of GPT here"):
+            accelerator.prepare(model, dummy)
         groups = [{"params": [one]} for one in model.parameters()]
         with pytest.raises(ConfigError, match="Give one group, or two"):
             accelerator.prepare(model, torch.optim.AdamW(groups))

@@ -167,6 +167,27 @@ def test_the_objects_are_those_of_megatron(
     run_distributed(check_objects, world_size, fields, kind)
 
 
+def held_bytes(fields: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of parameters and of optimizer state that a rank holds after a step."""
+    with started(fields) as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        train(accelerator, model, optimizer, data()[:1])
+        (engine,) = optimizer.engine.chained_optimizers
+        states = [one for state in engine.optimizer.state.values() for one in state.values()]
+        moments = [one for one in states if one.dim() > 0]
+        return sum(p.nbytes for p in model.parameters()), sum(one.nbytes for one in moments)
+
+
+@pytest.mark.parametrize(("fields", "parameters"), [(TP, 0.51), (PP, 0.51), (SHARDED, 1.0)])
+def test_a_rank_holds_its_part(fields: dict[str, Any], parameters: float) -> None:
+    whole = run_distributed(held_bytes, 1, {})[0]
+    for found in run_distributed(held_bytes, 2, fields):
+        print(fields, found, whole)
+        assert found[0] <= parameters * whole[0]
+        assert found[1] <= 0.51 * whole[1]
+
+
 def evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor]:
     with started(fields) as accelerator:
         model = build_model()

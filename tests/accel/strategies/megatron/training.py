@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -122,13 +122,17 @@ def train(
     steps: torch.Tensor,
     padded: bool = False,
     data_rank: int | None = None,
+    build: Callable[..., dict[str, torch.Tensor]] = batch_of,
 ) -> tuple[list[float], list[float]]:
-    """Train over `steps`; return the losses over all data, and the norms before clipping."""
+    """Train over `steps`; return the losses over all data, and the norms before clipping.
+
+    `build` returns a batch of tokens, padded or not.
+    """
     dims = accelerator.parallel_dims
     rank = dims.dp_rank if data_rank is None else data_rank
     losses, norms = [], []
     for step in steps:
-        mine = [batch_of(tokens.chunk(dims.dp_size)[rank], padded) for tokens in step]
+        mine = [build(tokens.chunk(dims.dp_size)[rank], padded) for tokens in step]
         found = accelerator.forward_backward(model, mine, loss_of)
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
