@@ -12,7 +12,7 @@ import torch
 from accel.machine import tree
 from accel.machine.device import default_device_type, use_device
 from accel.machine.enums import DistributedType
-from accel.machine.errors import ConfigError, Problem, ResetError
+from accel.machine.errors import Problem, ResetError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +141,6 @@ class ProcessControl:
             function: what to decorate; None returns the decorator.
             process_index: index among all processes.
         """
-        _require_index("process_index", process_index)
         return self._only_if(self.process_index == process_index, function)
 
     def on_local_process(
@@ -153,7 +152,6 @@ class ProcessControl:
             function: what to decorate; None returns the decorator.
             local_process_index: index among the processes of a node.
         """
-        _require_index("local_process_index", local_process_index)
         return self._only_if(self.local_process_index == local_process_index, function)
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -183,13 +181,6 @@ class ProcessControl:
             ConfigError: if the values of a dict differ in length, or `inputs` cannot be split.
         """
         yield tree.split(inputs, self.process_index, self.num_processes, apply_padding)
-
-
-def _require_index(name: str, value: int | None) -> None:
-    if value is None:
-        raise ConfigError.of(
-            f"{name}=None", "it names the process that runs the function", f"Give {name}=0."
-        )
 
 
 class SharedState(ProcessControl):

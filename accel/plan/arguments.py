@@ -262,12 +262,7 @@ def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
         for name in filter(None, (plugin.argument, *plugin.aliases)):
             if arguments.plugins.get(name) is not None:
                 put(plugin, arguments.plugins[name], name)
-    several = arguments.strategy_plugins
-    if not isinstance(several, Iterable):
-        value, remedy = f"strategy_plugins={several!r}", "Give it in a list: strategy_plugins=[…]."
-        found.add(value, "it is a sequence of plugins", remedy)
-        several = ()
-    for value in several:
+    for value in arguments.strategy_plugins:
         kinds = [plugin for plugin in plugins() if plugin.kind is not None]
         # By the nearest class: a plugin may be derived from that of another strategy.
         bases = type(value).__mro__

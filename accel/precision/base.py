@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
-
-from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.config.handlers import AutocastKwargs
@@ -19,9 +16,6 @@ if TYPE_CHECKING:
 # What matrix products compute in, by the value of `mixed_precision`.
 # fp8 is that of converted layers alone; all else computes in bf16.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-
-
-FLOAT8_LAYER = "accel.precision.float8_layer"  # it imports torchao
 
 
 class Precision:
@@ -57,9 +51,8 @@ class Precision:
             keep: modules inside whose layers stay.
 
         Raises:
-            ConfigError: if no layer can be converted, or some are in a format of another run.
+            ConfigError: if no layer can be converted.
         """
-        check_unconverted(model, self.name)
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         """Make `model.forward` compute under autocast and return fp32, if the format wants it."""
@@ -70,21 +63,3 @@ class Precision:
 
     def load_scales(self, model: torch.nn.Module, scales: dict[str, dict[str, object]]) -> None:
         """Give a model what `scales` returned; formats that keep nothing ignore it."""
-
-
-def check_unconverted(model: torch.nn.Module, name: str) -> None:
-    """Raise `ConfigError` for a model that an earlier run converted to fp8: it computes so still.
-
-    `name`: the format of this run.
-    """
-    own = sys.modules.get(FLOAT8_LAYER)  # not imported: nothing is converted
-    if own is None:
-        return
-    converted = [n for n, m in model.named_modules() if isinstance(m, own.Float8Linear)]
-    if converted:
-        raise ConfigError.of(
-            f"prepare: {type(model).__name__} with mixed_precision={name!r}",
-            f"{len(converted)} of its layers were converted by an earlier Accelerator with "
-            "mixed_precision='fp8', and compute in fp8",
-            "Build the model anew and load its state dict, which is one without fp8, or use 'fp8'.",
-        )

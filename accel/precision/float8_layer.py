@@ -17,27 +17,16 @@ from torchao.float8 import float8_linear
 
 
 class Float8Linear(float8_linear.Float8Linear):
-    """A linear layer in fp8: under any device's autocast, in inference mode, for empty batches."""
+    """A linear layer in fp8: under any device's autocast, and in inference mode."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the outputs [..., out] of inputs [..., in], in the dtype of autocast."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):  # torchao's own casts for that of CUDA alone
             input = input.to(torch.get_autocast_dtype(kind))
-        if input.numel() == 0:
-            return self._of_nothing(input)
         with layer_context(kind):
             outputs: torch.Tensor = super().forward(input)
         return outputs
-
-    def _of_nothing(self, input: torch.Tensor) -> torch.Tensor:
-        """Return empty outputs; without a largest value there is no scale, so a row of zeros helps.
-
-        It has all parts in the backward pass, which other ranks may wait for.
-        """
-        row = input.new_zeros(1, self.in_features)
-        outputs = self.forward(torch.cat([input.flatten(0, -2), row]))
-        return outputs[:0].reshape(*input.shape[:-1], self.out_features)
 
 
 def layer_context(device_type: str) -> AbstractContextManager[object]:

@@ -11,7 +11,6 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +29,6 @@ from accel.config.handlers import DistributedDataParallelKwargs
 from accel.machine.enums import DDPCommunicationHookType as Hook
 from accel.machine.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
-from accel.precision.amp import parameters_of
 from accel.state import GradientState
 from accel.strategies.base import Gradients, Objects, Strategy, Sync
 from accel.strategies.trainable_changes import Trainable
@@ -117,11 +115,7 @@ class CompareTrainable:
     Attributes:
         known: the parameters at `prepare`.
         is_ours: whether the strategy wrapped the model; otherwise the user did.
-        stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
-            None before the first one.
     """
-
-    stepped: tuple[int, ...] | None = None
 
     def __init__(self, module: torch.nn.Module, is_ours: bool = True) -> None:
         self.known = Trainable(module)
@@ -129,8 +123,6 @@ class CompareTrainable:
 
     def __call__(self, model: torch.nn.Module, *_: object) -> None:
         """Compare before a forward pass of `model` with gradients."""
-        if torch.is_grad_enabled():
-            self.stepped = ()  # written and not read: torch.compile traces this without a guard
         if torch.compiler.is_compiling():
             return
         if isinstance(model, DistributedDataParallel):
@@ -252,13 +244,6 @@ class DDPStrategy(Strategy):
         own = {name: value for name, value in given.items() if name not in HOOK_FIELDS}
         return {**own, "device_ids": _device_ids(model)}
 
-    def wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer, place: bool = True
-    ) -> torch.optim.Optimizer:
-        """Return `optimizer`, which warns of gradients that are not averaged."""
-        unwrap_optimizer(optimizer).register_step_pre_hook(WarnOfBypassed())
-        return super().wrap_optimizer(optimizer, place)
-
     def close(self) -> None:
         """Remove the reducers of all models, so that no thread of theirs outlives the group."""
         super().close()
@@ -284,30 +269,6 @@ def _is_attached(model: DistributedDataParallel) -> bool:
     return "reducer" in vars(model)
 
 
-class WarnOfBypassed:
-    """Step pre-hook of an optimizer that warns once of gradients which DDP has not averaged.
-
-    DDP averages gradients of forward passes of the prepared model only. A call of the module inside
-    (``unwrap_model(model)(x)``, ``model.module.encode(x)``) trains on each rank's own gradients.
-    """
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Warn before a step without a forward pass since the last step of `optimizer`."""
-        for model, compared in () if self._warned else list(_COMPARED.items()):
-            if compared.stepped is not None and id(optimizer) not in compared.stepped:
-                compared.stepped = (*compared.stepped, id(optimizer))
-                continue
-            ignored = model.parameters_to_ignore
-            ids = {id(p) for name, p in model.module.named_parameters() if name not in ignored}
-            count = sum(id(p) in ids and p.grad is not None for p in parameters_of(optimizer))
-            if count:
-                self._warned = True
-                warnings.warn(str(_bypassed(model, count)), stacklevel=5)
-
-
 def _compare(model: DistributedDataParallel, is_ours: bool) -> None:
     if model not in _COMPARED:
         _COMPARED[model] = CompareTrainable(model.module, is_ours)
@@ -324,19 +285,6 @@ def _check_again(model: DistributedDataParallel, is_ours: bool) -> None:
     if not GradientState().sync_gradients:
         rule = "gradients of this window of accumulation are not averaged yet"
         raise ConfigError.of(value, rule, "Change parameters between two optimizer steps.")
-
-
-def _bypassed(model: DistributedDataParallel, count: int) -> Problem:
-    name = type(model.module).__name__
-    return Problem(
-        f"optimizer.step: {count} gradients of {name} without a forward pass of the prepared model "
-        "since the last step",
-        "DDP averages gradients in its own forward and backward pass: those of "
-        "unwrap_model(model)(…) and model.module.method(…) stay each rank's own, and ranks drift "
-        "apart",
-        "Call model(…), whose forward calls the method; or average them yourself: "
-        "accelerator.reduce(p.grad, 'mean').",
-    )
 
 
 def _device_ids(model: torch.nn.Module) -> list[torch.device] | None:

@@ -74,16 +74,6 @@ def test_a_filter_chooses_layers_by_module_and_name() -> None:
     assert set(seen) == {"first", "last", *CONVERTED}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_converted_model_is_refused_in_another_format(precision: str) -> None:
-    accelerator, model = prepared()
-    own = accelerator.unwrap_model(model)
-    accelerator.free_memory()
-    accelerator.state._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="2 of its layers were converted by an earlier"):
-        Accelerator(cpu=True, mixed_precision=precision).prepare(own)
-
-
 def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
