@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from accel import Accelerator
 from accel.tracking import TensorBoardTracker
@@ -25,7 +26,9 @@ def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Pat
     accelerator.log({"loss": torch.tensor(0.5), "note": "fine"}, step=1)
     accelerator.log({"loss": 0.25, "parts": {"a": 1.0}}, step=2)
     accelerator.log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=2)
-    assert accelerator.get_tracker("tensorboard", unwrap=True).log_dir == str(tmp_path / "run")
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    assert isinstance(writer, SummaryWriter)
+    assert writer.log_dir == str(tmp_path / "run")
     accelerator.save_state(tmp_path / "state")  # notes ids of runs, of which this has none
     accelerator.end_training()
     assert accelerator.trackers == []
