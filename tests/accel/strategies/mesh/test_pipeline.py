@@ -304,6 +304,8 @@ def test_a_resumed_run_is_bit_equal(sizes: dict[str, Any], tmp_path: Path) -> No
         (IN_SHARDS, {}),
         (IN_SHARDS, {"dp_shard_size": 2, "shards": True}),
         (TWO, {**IN_SHARDS, "dp_shard_size": 2}),
+        (TWO, {"cp_size": 2}),
+        (IN_SHARDS, {**IN_SHARDS, "cp_size": 2}),
     ],
 )
 def test_state_moves_between_stages_and_other_strategies(
