@@ -123,11 +123,16 @@ class ContextParallel:
 
         Raises:
             ConfigError: under a ring, whose parts of a sequence are not in its order.
+            StateError: if sequences are divided already.
         """
         if self._ring is not None:
             rule = "torch's ring divides sequences by itself, with the buffers that it is given"
             remedy = "Train in maybe_context_parallel(buffers=[…]), or leave cp_backend out."
             raise ConfigError.of("cp_backend='ring' with batches divided here", rule, remedy)
+        if _active:
+            rule = "it divides sequences by itself"
+            remedy = "Call it outside of maybe_context_parallel."
+            raise StateError.of("forward_backward with divided sequences", rule, remedy)
         buffers: list[Tensor] = []
         parts = [self._own(batch, buffers) for batch in batches]
         with self.divided(buffers, [1] * len(buffers), no_restore=buffers):

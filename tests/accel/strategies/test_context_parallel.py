@@ -403,6 +403,7 @@ def _refusals() -> Iterator[str]:
         (batch(size=15), lambda given: None, ConfigError),
         (batch(), lambda given: None, StateError),
         (batch(), lambda given: model(**given, attention_mask=torch.ones(2, 8)), ConfigError),
+        (batch(), lambda given: accelerator.forward_backward(model, [given], loss_of), StateError),
     ):
         ids = given["input_ids"]
         with (
@@ -431,7 +432,7 @@ def _refused() -> list[str]:
 def test_what_it_cannot_do_is_refused() -> None:
     expected = (
         *("15 tokens.*Pad to a multiple of 2", "no attention was computed", "padding of a part"),
-        "belongs to whole samples",
+        *("forward_backward with divided sequences", "belongs to whole samples"),
         *("cp_backend='ring'.*on a CPU", "torch.compile"),
     )
     for found in run_distributed(_refused, 2):
