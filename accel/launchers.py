@@ -16,7 +16,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEFAULT_PORT = 29500
-MAX_PORT = 65535
 ANY_ADDRESS = ("127.0.0.1", "localhost")
 # Variables that a launch sets for its own workers, or leaves behind.
 OF_WORKERS = (
@@ -94,20 +93,15 @@ def notebook_launcher(
     number = num_processes
     if number is None:
         number = 1 if kind in ("cpu", "mps") else device_count(kind)
-    found = _call_problems(function, args)
+    found = Problems()
     if mixed_precision not in PrecisionType.list():
         found.append(unknown_choice("mixed_precision", mixed_precision, PrecisionType.list()))
     found += _count_problems(num_processes=(number, 1), num_nodes=(num_nodes, 1))
     found += _count_problems(node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
-    if not isinstance(monitor_interval, Real) or not monitor_interval > 0:
-        found.add(f"monitor_interval={monitor_interval!r}", "it is seconds", "Give more than 0.")
     found.raise_if()
     number, num_nodes, node_rank = int(number), int(num_nodes), int(node_rank)
     if not 0 <= node_rank < max(1, num_nodes):
         found.add(f"node_rank={node_rank}", f"it is from 0 to {num_nodes - 1}", "Correct it.")
-    if not str(use_port).isdecimal() or int(use_port) > MAX_PORT:
-        rule = f"it is a TCP port, at most {MAX_PORT}"
-        found.add(f"use_port={use_port!r}", rule, "Give a number, or 0.")
     if kind not in ("cpu", "mps") and device_count(kind) < number:
         rule = f"each process has a device of its own, and this machine has {device_count(kind)}"
         found.add(f"num_processes={number}", rule, "Give fewer.")
@@ -153,23 +147,10 @@ def debug_launcher(
         StateError: if this process has an Accelerator or a process group, or has touched a GPU.
         RuntimeError: if a worker fails, with its traceback.
     """
-    found = _call_problems(function, args)
-    found += _count_problems(num_processes=(num_processes, 1))
-    found.raise_if()
+    _count_problems(num_processes=(num_processes, 1)).raise_if()
     _check_forkable()
     configuration = _configuration(int(num_processes), max_restarts=0)
     _fork(function, args, {"ACCELERATE_USE_CPU": "1"}, configuration)
-
-
-def _call_problems(function: object, args: object) -> Problems:
-    """Return why a function could not be called with arguments."""
-    found = Problems()
-    if not callable(function):
-        found.add(f"function={function!r}", "each process calls it", "Give a function.")
-    if not isinstance(args, (tuple, list)):
-        remedy = "Give a tuple: (argument,)."
-        found.add(f"args={args!r}", "they are the arguments of the function, in order", remedy)
-    return found
 
 
 def _count_problems(**counts: tuple[object, int]) -> Problems:

@@ -12,6 +12,18 @@ from accel.precision.amp import StepScaler, step_unless_overflow
 from accel.state import AcceleratorState, GradientState
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return the property of an attribute of the wrapped optimizer."""
+
+    def read(own: AcceleratedOptimizer) -> Any:
+        return getattr(own.optimizer, name)
+
+    def write(own: AcceleratedOptimizer, value: object) -> None:
+        setattr(own.optimizer, name, value)
+
+    return property(read, write)
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose `step` and `zero_grad` do nothing while gradients are accumulated.
 
@@ -59,32 +71,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """The state that this process was set up with."""
         return AcceleratorState()
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state by parameter."""
-        return self.optimizer.state
+    state: Any = _of_wrapped("state")
+    """The wrapped optimizer's state by parameter."""
 
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
+    param_groups: list[dict[str, Any]] = _of_wrapped("param_groups")
+    """The wrapped optimizer's parameter groups."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's default options."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    defaults: dict[str, Any] = _of_wrapped("defaults")
+    """The wrapped optimizer's default options."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters if gradients are complete.

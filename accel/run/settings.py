@@ -51,6 +51,11 @@ def _loader_setting(name: str) -> Any:
     return property(read, write)
 
 
+def _rank_on(axis: str) -> Any:
+    """Return the property of this process's rank on an axis."""
+    return property(lambda run: run.parallel_dims.coordinates[axis])
+
+
 class RunSettings:
     """Read the settings of a run; those of loaders can be set for the loaders prepared later.
 
@@ -188,30 +193,20 @@ class RunSettings:
         """The `DeviceMesh` of the run; None where its strategy has none, as DDP."""
         return self.strategy.device_mesh
 
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """The rank of this process among those that compute parts of the same matrices."""
-        return self.parallel_dims.coordinates[TP]
+    tensor_parallel_rank: int = _rank_on(TP)
+    """The rank of this process among those that compute parts of the same matrices."""
 
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """The pipeline stage that this process computes."""
-        return self.parallel_dims.coordinates[PP]
+    pipeline_parallel_rank: int = _rank_on(PP)
+    """The pipeline stage that this process computes."""
 
-    @property
-    def context_parallel_rank(self) -> int:
-        """The rank of this process among those that compute parts of the same sequences."""
-        return self.parallel_dims.coordinates[CP]
+    context_parallel_rank: int = _rank_on(CP)
+    """The rank of this process among those that compute parts of the same sequences."""
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """The index of the replica of the model that this process is a part of."""
-        return self.parallel_dims.coordinates[DP_REPLICATE]
+    data_parallel_rank: int = _rank_on(DP_REPLICATE)
+    """The index of the replica of the model that this process is a part of."""
 
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """The rank of this process among those that shard one replica of the model."""
-        return self.parallel_dims.coordinates[DP_SHARD]
+    data_parallel_shard_rank: int = _rank_on(DP_SHARD)
+    """The rank of this process among those that shard one replica of the model."""
 
     @property
     def multi_device(self) -> bool:

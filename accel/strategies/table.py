@@ -62,13 +62,9 @@ def plugins() -> tuple[PluginSpec, ...]:
     return tuple(plugin for spec in specs() for plugin in spec.plugins)
 
 
-def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.module
-
-
 def _loaded(entry: EntryPoint) -> StrategySpec:
     """Return the spec that an entry point names, or raise `ConfigError`."""
-    package = _package(entry)
+    package = entry.dist.name if entry.dist is not None else entry.module
     where = f"entry point {GROUP}: {entry.name} = {entry.value} ({package})"
     try:
         spec = entry.load()

@@ -42,9 +42,7 @@ class ParameterRemap:
             if old is not after[name]:
                 self._new[old] = after[name]
 
-    def record_unsharded(
-        self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]
-    ) -> None:
+    def record_unsharded(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Record all-gathered parameters, which optimizers must not step, with their shards."""
         for unsharded, shard in pairs:
             self._new[unsharded] = shard

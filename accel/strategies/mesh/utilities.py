@@ -21,9 +21,9 @@ from accel.checkpoint.serialization import load_plain, save_plain
 from accel.comm.base import Communicator, together
 from accel.machine import env
 from accel.machine.errors import ConfigError
-from accel.optimizer import unwrap_optimizer
+from accel.precision import amp
 from accel.precision.wrapping import is_peft_model, own_module
-from accel.strategies.mesh.state import shard_like
+from accel.strategies.mesh.parameters import ParameterRemap
 from accel.strategies.mesh.units import ignored_modules, parameters_of
 
 if TYPE_CHECKING:
@@ -84,14 +84,9 @@ def fsdp2_switch_optimizer_parameters(
         KeyError: if a parameter is not in `mapping`: it would not be trained any more. Nothing is
             changed then.
     """
-    own = unwrap_optimizer(optimizer)
-    new = {p: mapping[p.data_ptr()] for group in own.param_groups for p in group["params"]}
-    for group in own.param_groups:
-        group["params"] = [new[parameter] for parameter in group["params"]]
-    for old, parameter in new.items():
-        if old in own.state:
-            state = own.state.pop(old)
-            own.state[parameter] = {k: shard_like(value, parameter) for k, value in state.items()}
+    remap = ParameterRemap()
+    remap.record_unsharded((p, mapping[p.data_ptr()]) for p in amp.parameters_of(optimizer))
+    remap.remap(optimizer)
 
 
 def get_parameters_from_modules(
