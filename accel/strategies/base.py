@@ -12,7 +12,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, final
 
 import torch
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
-    from accel.run.accumulation import Accumulation
     from accel.strategies.context_parallel import ContextParallel
     from accel.strategies.spec import StrategySpec
 
@@ -73,6 +72,20 @@ logger = get_logger(__name__)
 Batch = TypeVar("Batch")
 # The attribute of a model that says whether it was prepared for evaluation alone.
 EVALUATED = "_is_prepared_for_evaluation"
+
+
+class Accumulation(Protocol):
+    """What `Strategy.forward_backward` needs of the run's gradient accumulation."""
+
+    device_placement: bool
+
+    def accumulate(
+        self, *models: torch.nn.Module, sync_gradients: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch; `sync_gradients`: whether it ends the window."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a loss [], scaled for accumulation and precision."""
 
 
 class Sync:

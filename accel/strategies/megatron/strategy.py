@@ -25,7 +25,7 @@ from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.state import AcceleratorState, GradientState
-from accel.strategies.base import Objects, Strategy
+from accel.strategies.base import Accumulation, Objects, Strategy
 from accel.strategies.megatron import placeholders
 from accel.strategies.megatron.build import BERT, GPT, T5, Weight, build_model, step_of, weights_of
 from accel.strategies.megatron.spec import NAME, set_micro_batches
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
-    from accel.run.accumulation import Accumulation
 
 logger = get_logger(__name__)
 Batch = TypeVar("Batch")

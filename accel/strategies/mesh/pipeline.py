@@ -46,7 +46,7 @@ from accel.strategies.mesh.torch_internals import Models, pytree
 
 if TYPE_CHECKING:
     from accel.checkpoint.optimizer_state import ParameterNames
-    from accel.run.accumulation import Accumulation
+    from accel.strategies.base import Accumulation
 
 Call = Callable[[], Any]
 MODEL = "model:"  # begins the keys of an optimizer's state

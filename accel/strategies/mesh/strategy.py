@@ -24,7 +24,7 @@ from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.plan.dims import CP, PP
 from accel.precision.amp import parameters_of
-from accel.strategies.base import Batch, Objects, Strategy
+from accel.strategies.base import Accumulation, Batch, Objects, Strategy
 from accel.strategies.context_parallel import ContextParallel
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh, joined
 from accel.strategies.mesh.gradients import (
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
-    from accel.run.accumulation import Accumulation
 
 
 class MeshModels:
