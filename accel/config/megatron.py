@@ -37,9 +37,11 @@ OF_MODELS = (
     *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_activations"),
     *("sequence_parallelism", "other_megatron_args"),
 )
+# Whose losses are those of a loop's batches.
+OF_STEPS = ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
 CALLABLES = (
-    *("custom_model_provider_function", "custom_train_step_class", "custom_get_batch_function"),
-    *("custom_loss_function", "custom_megatron_datasets_provider_function"),
+    *("custom_model_provider_function", "custom_megatron_datasets_provider_function"),
+    *OF_STEPS,
 )
 # Documented fields that are not built, by what to do instead; their defaults are accepted.
 REFUSED: Mapping[str, str] = {

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from accel.config.megatron import MegatronLMPlugin
+from accel.config.megatron import OF_STEPS, MegatronLMPlugin
 from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
@@ -134,6 +134,7 @@ class MegatronStrategy(Strategy):
             model.to("meta")
         if core is not model or self.plugin.custom_train_step_class is not None:
             wrapped.forward_step = self._forward_step(model, core)
+            wrapped.has_own_step = any(getattr(self.plugin, name) for name in OF_STEPS)
         self._models.add(wrapped)
         if evaluation or self._dtype == torch.float32:
             wrapped.initial = {}  # else once more, into the optimizer's copies in fp32

@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel.config.handlers import GradScalerKwargs
@@ -55,6 +56,7 @@ class MegatronModel(torch.nn.Module):
 
     Attributes:
         forward_step: of the train step; None: there is none.
+        has_own_step: whether it, its batches or its loss are those of the plugin.
         run: runs a forward pass through a pipeline; None: there is one stage, or a schedule runs.
         draws: the context of a forward pass with dropout.
         optimizer: steps it; None: it is not trained.
@@ -74,6 +76,7 @@ class MegatronModel(torch.nn.Module):
         self.chunk, self.weights, self.is_rebuilt = chunk, weights, is_rebuilt
         self.__dict__["plain"] = plain  # no child: its parameters are not this rank's
         self.forward_step: Callable[..., Any] | None = None
+        self.has_own_step = False
         self.run: Callable[..., Any] | None = None
         self.draws: Callable[[], AbstractContextManager[None]] | None = None
         self.optimizer: MegatronLMOptimizerWrapper | None = None
@@ -138,11 +141,21 @@ class MegatronModel(torch.nn.Module):
         """Return logits [B, T, V], or `token_losses` by targets; further inputs as `attends`."""
         from transformers.modeling_outputs import CausalLMOutput
 
+        if targets is not None and self.has_own_step:
+            rule = "the train step of the plugin computes losses of labels alone"
+            raise ConfigError.of("model(…, targets=…) under Megatron", rule, "Give labels.")
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **further}
+        length, config = input_ids.shape[1], self.core.config
+        if config.sequence_parallel and targets is None:  # as `generate`, of any length
+            extra = -length % config.tensor_model_parallel_size
+            names = ("input_ids", "attention_mask", "position_ids")
+            batch = {n: F.pad(batch[n], (0, extra)) for n in names if batch.get(n) is not None}
         mask, positions = attends(batch, getattr(self.plain.config, "sliding_window", None))
         gathers = targets is None
-        logits = self._call(input_ids, positions, mask, runtime_gather_output=gathers)
-        return CausalLMOutput(logits=logits) if targets is None else token_losses(logits, targets)
+        logits = self._call(batch["input_ids"], positions, mask, runtime_gather_output=gathers)
+        if targets is None:
+            return CausalLMOutput(logits=logits[:, :length])
+        return token_losses(logits, targets)
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -164,8 +164,10 @@ def own_loss(fields: dict[str, Any], later: dict[str, Any]) -> float:
         with pytest.raises(ConfigError, match="Call the prepared model"):
             given.generate(torch.zeros(1, 2, dtype=torch.long), max_new_tokens=1)  # type: ignore
         dims, tokens = accelerator.parallel_dims, data()[0, 0]
+        with pytest.raises(ConfigError, match="of labels alone"):
+            model(input_ids=tokens, targets=tokens)
         batch = batch_of("gpt2", tokens.chunk(dims.dp_size)[dims.dp_rank])
-        if plugin.megatron_dataset_flag:
+        if "megatron_dataset_flag" in fields:
             positions = torch.arange(LENGTH).expand_as(tokens)
             mask = torch.ones_like(tokens)
             mask[:, -1] = 0
