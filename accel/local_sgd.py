@@ -14,8 +14,6 @@ from accel.comm.ops import reduce
 from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from accel.accelerator import Accelerator
 
 
@@ -87,12 +85,7 @@ class LocalSGD:
             self._contexts.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._contexts.close()
         if self.enabled and kind is None:  # after an error other ranks may not get here
             self._average()

@@ -432,12 +432,10 @@ class GradientState:
         self.end_of_dataloader = False if loader is None else loader.end_of_dataloader
         self.remainder = -1 if loader is None else loader.remainder
 
-    def _being_read(self) -> list[Any]:
-        return [loader for reference in self._loaders if (loader := reference()) is not None]
-
     def _add_dataloader(self, dataloader: object) -> list[tuple[Any, int]]:
         """Make `dataloader` the active one; return the others, with the batches that they gave."""
-        others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
+        read = (reference() for reference in self._loaders)
+        others = [(one, one.batches_given) for one in read if one not in (None, dataloader)]
         self.abandoned_remainder = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
         self._num_passes += 1

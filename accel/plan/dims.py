@@ -139,11 +139,6 @@ class ParallelDims:
         """Number of ranks over which gradients are averaged: data- times context-parallel."""
         return self.dp_size * self.cp
 
-    @property
-    def num_copies(self) -> int:
-        """Number of ranks that compute the same loss of the same tokens (tensor parallelism)."""
-        return self.tp
-
 
 def data_parallel(world_size: int, rank: int) -> ParallelDims:
     """Return the dimensions of a run in which every process holds the model."""

@@ -63,7 +63,6 @@ class Collectives:
 
     def _start_collectives(self) -> None:
         self._trigger = False
-        self._warned: set[str] = set()
         # In a single process: the `reading` of the pass under way, and how many rows were gathered
         # of full batches.
         self._full_rows: tuple[object, set[int]] = None, set()
@@ -155,7 +154,7 @@ class Collectives:
         if kept:
             self._tell_ambiguous(len(rows), fits)
         elif ended[0].in_hand:
-            self._warn_once(
+            logger.warning_once(
                 "gather_for_metrics: %d rows for the %d samples of the batch in hand, of which %d "
                 "are real: each sample must have as many rows, so nothing was dropped and repeated "
                 "samples stay. Gather a fixed number of rows per sample.",
@@ -176,7 +175,7 @@ class Collectives:
             return rows
         last, num_rows = ended[0], kept.pop()
         if last.processes is None and num_rows * last.size != last.real * len(rows):
-            self._warn_once(
+            logger.warning_once(
                 "gather_for_metrics: one row of each process for the %d samples of the batch in "
                 "hand, of which %d are real: %d rows stay, in which repeated samples count, too. "
                 "Gather a row for each sample, and reduce them afterwards.",
@@ -204,13 +203,8 @@ class Collectives:
             return rows
         return rows[: num_rows // full * active.remainder]
 
-    def _warn_once(self, message: str, *values: object) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message, *values)
-
     def _tell_ambiguous(self, num_rows: int, ended: Sequence[_Batch]) -> None:
-        self._warn_once(
+        logger.warning_once(
             "gather_for_metrics: %d rows, where loaders that are read side by side have %s real "
             "samples in hand: rows do not tell whose they are, so nothing was dropped and "
             "repeated samples stay. Gather with gather() and cut the last batch by the length of "

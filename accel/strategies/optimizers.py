@@ -74,18 +74,13 @@ MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
 COUNT = "step_num"
 
 
-def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer updates weights in the backward pass (`lomo_backward`)."""
-    return callable(getattr(optimizer, "fused_backward", None))
-
-
 def prepare_optimizer(optimizer: torch.optim.Optimizer, world_size: int) -> None:
-    """Let `step` of such an optimizer do nothing, and its state dict hold all of its state.
+    """Let `step` of an optimizer that updates in the backward pass do nothing; keep all its state.
 
     Raises:
         ConfigError: on several processes.
     """
-    if not updates_in_backward(optimizer):
+    if not callable(getattr(optimizer, "fused_backward", None)):
         return
     if world_size > 1:
         raise ConfigError.of(

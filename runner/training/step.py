@@ -75,7 +75,7 @@ class Step(ABC):
         Returns:
             0-d tensors on the device: this process's share of each value to log, so that the sum
             over processes is the value (for a loss: the local sum over the global weight and
-            over `accelerator.parallel_dims.num_copies`, the ranks that compute the same loss).
+            over `accelerator.parallel_dims.tp`, the ranks that compute the same loss).
             `loss` is the one that the progress bar shows; `tokens`, if any, is what tokens per
             second are measured by. Nothing here may wait for the device.
         """
@@ -327,9 +327,7 @@ def optimizer_step(
     values = clip_gradients(accelerator, model, trainer)
     optimizer.step()
     optimizer.zero_grad()
-    shares = {
-        name: _sum(parts, accelerator) / weight / dims.num_copies for name, parts in totals.items()
-    }
+    shares = {name: _sum(parts, accelerator) / weight / dims.tp for name, parts in totals.items()}
     if isinstance(weight, torch.Tensor):
         shares[TOKENS] = weight / accelerator.num_processes
     return {**shares, **values}

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
-from accel.machine.errors import ConfigError, Problem, nearest
+from accel.machine.errors import ConfigError, Problem, listed, nearest
 from accel.machine.memory import local
 from accel.plan.dims import PP, TP
 from accel.precision.amp import parameters_of
@@ -37,7 +37,6 @@ Plan = Mapping[str, str | ParallelStyle]
 # Equal computations differ by rounding, where the order of sums is not fixed; parts of a gradient
 # differ by as much as they are large. A gradient near zero may be rounding only.
 RELATIVE_TOLERANCE, NEAR_ZERO = 0.1, 1e-6
-MAX_NAMES = 8  # of parameters, in a message
 
 
 def apply_tensor_parallel(
@@ -259,10 +258,8 @@ def _sizes(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _unequal_problem(parameters: list[torch.Tensor], models: Models) -> Problem:
     known = {id(p): name for model in models for name, p in model.named_parameters()}
     names = [known.get(id(p), str(tuple(p.shape))) for p in parameters]
-    more = f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
-    shown = ", ".join(names[:MAX_NAMES]) + more
     return Problem(
-        f"optimizer.step: gradients of {shown} that differ between the ranks of tp",
+        f"optimizer.step: gradients of {listed(names)} that differ between the ranks of tp",
         "replicated parameters must receive identical gradients on every rank of the tp group",
         f"Give them the style {SUMMED!r} in tp_plan if sharded activations flow through them (each "
         "rank then has a part of the gradient); if the model draws at random (dropout), seed "

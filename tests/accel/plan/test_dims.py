@@ -63,7 +63,7 @@ def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:
     sum only with `grad_size`.
     """
     dims = ParallelDims(dp_replicate=2, cp=2)
-    assert (dims.dp_size, dims.grad_size, dims.num_copies) == (2, 4, 1)
+    assert (dims.dp_size, dims.grad_size) == (2, 4)
     totals = [1.0, 2.0, 3.0, 4.0]  # summed loss of each rank's tokens
     scaled = [normalize_loss(t, 10, grad_size=dims.grad_size, num_steps=1) for t in totals]
     assert sum(scaled) / dims.grad_size == pytest.approx(sum(totals) / 10)

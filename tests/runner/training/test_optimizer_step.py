@@ -80,7 +80,7 @@ class ByHand(Own):
                     num_steps=accelerator.gradient_accumulation_steps,
                 )
                 accelerator.backward(loss)
-                share += total.detach() / weight / accelerator.parallel_dims.num_copies
+                share += total.detach() / weight / accelerator.parallel_dims.tp
                 if last:
                     norms = runner.clip_gradients(accelerator, model, trainer)
                     optimizer.step()
