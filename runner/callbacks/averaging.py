@@ -72,9 +72,13 @@ class Averaging(Callback):
         """Take averages and training weights apart after a resume.
 
         Raises:
-            ConfigError: if an optimizer averages weights itself.
+            ConfigError: if an optimizer averages weights itself, or an engine hides its weights.
         """
         for name, optimizer in loop.step.optimizers.items():
+            if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+                rule = "the engine hides the weights that it steps"
+                remedy = "Take the callback out, or choose another strategy."
+                raise ConfigError.of(_value(name, optimizer), rule, remedy)
             if hasattr(unwrap_optimizer(optimizer), "train"):  # other weights for evaluations
                 rule, remedy = "it averages weights itself", "Take the callback out."
                 raise ConfigError.of(_value(name, optimizer), rule, remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Kill(Callback):
 KILLED = ("--import", "kill", "callbacks.kill._target_=kill.Kill")
 
 
-def run(folder: Path, *overrides: str, fails: bool = False) -> Path:
+def answer_of(folder: Path, *overrides: str) -> CompletedProcess[str]:
     if not (folder / "kill.py").exists():
         write_file(folder / "kill.py", KILL)
         texts.save_tokenizer(folder / "bpe")
@@ -61,7 +62,11 @@ def run(folder: Path, *overrides: str, fails: bool = False) -> Path:
     if any(override.startswith("megatron=") for override in overrides):
         environment["WITH_MEGATRON"] = "1"
     line = python("-m", "runner", *LINE, *KILLED, *overrides)
-    answer = ran(line, folder, 300, **environment)
+    return ran(line, folder, 300, **environment)
+
+
+def run(folder: Path, *overrides: str, fails: bool = False) -> Path:
+    answer = answer_of(folder, *overrides)
     assert (answer.returncode != 0) == fails, answer.stdout + answer.stderr
     return max(folder.glob("runs/*/*"), key=lambda path: path.stat().st_mtime)
 
@@ -104,6 +109,13 @@ def test_packed_rows_train_and_texts_are_generated(tmp_path: Path) -> None:
         for one in (found, expected)
     ]
     assert shown_texts[0] == shown_texts[1] != []
+
+
+@pytest.mark.parametrize(("name", "words"), [("ema", "hides the weights")])
+def test_callbacks_that_see_nothing_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    answer = answer_of(tmp_path, *MEGATRON, f"callbacks={name}")
+    assert answer.returncode == 2
+    assert words in answer.stderr
 
 
 def test_a_machine_without_gpus_is_refused_before_anything_starts(tmp_path: Path) -> None:
