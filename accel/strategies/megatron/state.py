@@ -230,6 +230,9 @@ class MegatronState(StateIO):
         model, base = prepared.model, prepared.engine.optimizer
         load_by_name(prepared.optimizer, {**state, "state": {}}, names)
         values = {names.canonical(key): value for key, value in state["state"].items()}
+        if other := {n for value in values.values() for n in value.keys() ^ {"step", *MOMENTS}}:
+            rule = f"Megatron's optimizer has step, {' and '.join(MOMENTS)} of each parameter"
+            raise misfit(f"missing or unexpected: {', '.join(sorted(other))}", rule)
         steps = {int(value["step"]) for value in values.values()}
         if len(steps) > 1:
             raise misfit(f"steps {sorted(steps)}", "Megatron counts one for all parameters")

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
+from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.handlers import GradScalerKwargs
-from accel.machine.errors import ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from tests.accel.strategies.megatron.training import (
     CLOSE,
     MAX_NORM,
@@ -328,6 +329,12 @@ def check_refusals() -> None:
             assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
         with pytest.raises(ConfigError, match=r"accelerator\.save_state"):
             optimizer.state_dict()
+        optimizer.step()
+        names, state = ParameterNames([model.plain]), accelerator.strategy.state
+        saved = state.optimizer_state(optimizer, names)
+        next(iter(saved["state"].values()))["average"] = torch.zeros(1)
+        with pytest.raises(CheckpointError, match="unexpected: average"):
+            state.load_optimizer_state(optimizer, saved, names)
 
 
 def test_what_megatron_would_compute_otherwise_is_refused() -> None:
