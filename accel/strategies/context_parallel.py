@@ -198,10 +198,12 @@ class ContextParallel:
         The first module that takes `position_ids` gets them: an adapter's wrapper hands them on.
 
         Raises:
-            ConfigError: for attention of transformers that is not exchanged.
+            ConfigError: for attention of transformers that is not exchanged, and for its models
+                that count positions by themselves.
         """
         signatures = {module: inspect.signature(module.forward) for module in model.modules()}
-        target = next((m for m in model.modules() if POSITIONS in signatures[m].parameters), model)
+        takes = (m for m in model.modules() if POSITIONS in signatures[m].parameters)
+        target = next((m for m in takes if not isinstance(m, torch.nn.Embedding)), model)
         signature, named = signatures[target], signatures[target].parameters
         causal = any(getattr(module, "is_causal", False) for module in target.modules())
         config = getattr(target, "config", None)
@@ -210,6 +212,11 @@ class ContextParallel:
             rule = "it computes attention in lines of the model, over this rank's part alone"
             remedy = "Load the model with attn_implementation='sdpa', or another model."
             raise ConfigError.of("attention 'eager' with several ranks of cp", rule, remedy)
+        if kernel is not None and POSITIONS not in named:
+            rule = "it counts positions from the first token that a rank computes"
+            remedy = f"Train a model whose forward takes {POSITIONS}."
+            raise ConfigError.of(f"{type(target).__name__} with several ranks of cp", rule, remedy)
+        derives = any(_derives_positions(m, signatures[m]) for m in target.modules())
 
         def complete(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -221,6 +228,12 @@ class ContextParallel:
                 return None
             positions, labels = given.get(POSITIONS), given.get("labels")
             if POSITIONS in named and positions is None:
+                if derives:
+                    value = (
+                        f"{type(module).__name__} with several ranks of cp, {POSITIONS} not given"
+                    )
+                    rule = "it derives them from whole sequences"
+                    raise ConfigError.of(value, rule, f"Give {POSITIONS} with the batch.")
                 start = found.rank * found.size
                 own = torch.arange(start, start + found.size, device=tokens.device)
                 given[POSITIONS] = own.expand(tokens.shape[:2])
@@ -383,6 +396,12 @@ def _window(config: Any) -> int | None:
         return None
     sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return min((size for size in sizes if size), default=None)
+
+
+def _derives_positions(module: torch.nn.Module, signature: inspect.Signature) -> bool:
+    """Return whether a module of transformers numbers tokens by their ids, or by their mask."""
+    by_mask = isinstance(module, torch.nn.Embedding) and "attention_mask" in signature.parameters
+    return by_mask or hasattr(module, "create_position_ids_from_inputs_embeds")
 
 
 def _visible(positions: Tensor | None, padding: Any, causal: bool) -> Any:

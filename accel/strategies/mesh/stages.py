@@ -120,6 +120,24 @@ class Absent(torch.Tensor):
 
     received: torch.Tensor | None = None
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in READS:
+            value = f"Tensor.{func.__name__} of a tensor that an earlier pipeline stage computes"
+            rule = "a stage knows its shape, and no values"
+            remedy = "Read values within a block, or split elsewhere: pp_split=[…]."
+            raise ConfigError.of(value, rule, remedy)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+# What turns a tensor into values of Python.
+READS = {
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__),
+    *(torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
+}
+
 
 class StageEnd(BaseException):
     """Ends the forward pass of a stage. No error: a model's ``except Exception`` lets it pass."""

@@ -171,6 +171,20 @@ def _llama(kernel: str = "sdpa", **options: Any) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def _roberta() -> nn.Module:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+    return RobertaForMaskedLM(RobertaConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def _bart() -> nn.Module:
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": WIDTH, "decoder_attention_heads": HEADS, "decoder_layers": 1}
+    return BartForCausalLM(BartConfig(vocab_size=VOCABULARY, **sizes))
+
+
 def _compare_transformers() -> dict[str, float]:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -194,6 +208,10 @@ def _compare_transformers() -> dict[str, float]:
     with pytest.raises(ConfigError, match="attention over 8 of 16 tokens"):
         largest_difference(lambda: _llama(sliding_window=8), batch(), 2)
     Accelerator().end_training()
+    for made, message in ((_roberta, "Give position_ids"), (_bart, "BartForCausalLM with several")):
+        with pytest.raises(ConfigError, match=message):
+            largest_difference(made, batch(), 2)
+        Accelerator().end_training()
     with pytest.MonkeyPatch.context() as patch:  # labels that the model shifts itself
         patch.setitem(globals(), "loss_of", own_loss)
         found["own loss"] = largest_difference(_llama, batch(), 2)

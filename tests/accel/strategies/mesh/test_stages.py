@@ -54,35 +54,42 @@ def test_what_makes_no_stages_is_refused(
 
 
 class Late(Model):
-    """Its head is called first; or blocks take a tensor that does not go from stage to stage."""
+    """Its head is called first; or what is of no block needs another stage, or its values."""
 
-    def __init__(self, skips: bool) -> None:
+    def __init__(self, does: str) -> None:
         super().__init__()
-        self.skips = skips
+        self.does = does
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = first = self.embed(tokens)
-        if not self.skips:
+        if self.does == "turns":
             return self.blocks[1](self.blocks[0](self.head(hidden) @ self.embed.weight))
         for block in self.blocks:
             hidden = block(hidden)
+        if self.does == "reads":
+            return self.head(hidden) * first.abs().mean().item()
         return self.head(hidden + 2 * first)
 
 
-def train_late(skips: bool) -> None:
+def train_late(does: str) -> None:
     accelerator = accelerator_of(pp_size=2)
-    accelerator.forward_backward(accelerator.prepare(Late(skips)), windows(1)[0], loss_fn)
+    accelerator.forward_backward(accelerator.prepare(Late(does)), windows(1)[0], loss_fn)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("skips", "found"), [(False, "in the order of the stages"), (True, "of an earlier stage")]
+    ("does", "found"),
+    [
+        ("turns", "in the order of the stages"),
+        ("skips", "of an earlier stage"),
+        ("reads", "knows its shape, and no values"),
+    ],
 )
 def test_modules_out_of_order_and_tensors_that_skip_a_stage_are_refused(
-    skips: bool, found: str
+    does: str, found: str
 ) -> None:
     with pytest.raises(WorkerError, match=found):
-        run_distributed(train_late, 2, skips)
+        run_distributed(train_late, 2, does)
 
 
 def check_objects() -> None:
