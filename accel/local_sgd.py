@@ -65,9 +65,10 @@ class LocalSGD:
             self._check()
 
     def _check(self) -> None:
-        strategy = self.accelerator.strategy
+        strategy, spec = self.accelerator.strategy, self.accelerator.strategy.spec
+        owned = spec.owns_accumulation or spec.owns_parameters
         plain = all(type(p.data) is torch.Tensor for p in self.model.parameters())
-        if strategy.state.sharded or strategy.spec.owns_accumulation or not plain:
+        if strategy.state.sharded or owned or not plain:
             raise ConfigError.of(
                 f"LocalSGD with {self.accelerator.plan.strategy}",
                 "each process has to hold and update the full model",

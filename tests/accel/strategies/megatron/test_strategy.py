@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 
+from accel import LocalSGD
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import CheckpointError, ConfigError
@@ -102,6 +103,8 @@ def by_hand(fields: dict[str, Any]) -> Trained:
     with started(fields) as accelerator:
         model = build_model()
         model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        with pytest.raises(ConfigError, match="hold and update the full model"):
+            LocalSGD(accelerator, model, 2)
         dims, losses, norms = accelerator.parallel_dims, [], []
         for step in data():
             for tokens in step:
