@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from accel.comm.ops import send_to_device
+from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from accel.strategies.context_parallel import IGNORED, shift_labels
 
@@ -134,6 +135,7 @@ class GPTTrainStep(AbstractTrainStep):
             batch = send_to_device(next(data_iterator), accelerator.device)
             if megatron_dataset_flag:
                 return tuple(batch.get(name) for name in keys)
+            check_names(batch, "input_ids", "labels", "attention_mask", "position_ids")
             labels = shift_labels(batch["labels"])
             mask, positions = attends(batch, self.args.sliding_window)
             return batch["input_ids"], labels.clamp(min=0), labels != IGNORED, mask, positions
@@ -188,10 +190,11 @@ class BertTrainStep(AbstractTrainStep):
 
         def get_batch(data_iterator: Batches) -> tuple[torch.Tensor | None, ...]:
             batch = send_to_device(next(data_iterator), accelerator.device)
-            labels = batch["labels"]
             if megatron_dataset_flag:
-                return tuple(batch[n] if n != "labels" else labels.clamp(min=0) for n in keys)
-            tokens = batch["input_ids"]
+                return tuple(batch[n] if n != "labels" else batch[n].clamp(min=0) for n in keys)
+            further = "attention_mask", "token_type_ids", "next_sentence_label"
+            check_names(batch, "input_ids", "labels", *further)
+            tokens, labels = batch["input_ids"], batch["labels"]
             return (
                 tokens,
                 batch.get("token_type_ids", torch.zeros_like(tokens)),
@@ -323,6 +326,7 @@ class T5TrainStep(AbstractTrainStep):
             if megatron_dataset_flag:
                 tokens, decoder, loss_mask, labels, mask = (batch[name] for name in keys)
             else:
+                check_names(batch, "input_ids", "labels", "attention_mask", "decoder_input_ids")
                 tokens, labels = batch["input_ids"], batch["labels"]
                 decoder, loss_mask = batch.get("decoder_input_ids"), labels != IGNORED
                 mask = batch.get("attention_mask", torch.ones_like(tokens))
@@ -367,6 +371,25 @@ def _both(accelerator: Any, args: Any) -> tuple[Any, Any]:
 def _mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, Any]:
     loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
+
+
+def check_names(batch: Mapping[str, Any], *names: str) -> None:
+    """Refuse a batch that lacks one of the first two names, or has others than are read.
+
+    Args:
+        batch: arguments of a model of transformers; None and False are as if not given.
+        names: of those that are read.
+    """
+    given = {name for name, value in batch.items() if value is not None and value is not False}
+    if missing := [name for name in names[:2] if name not in given]:
+        rule, remedy = "batches are read by name", f"Give {'=…, '.join(missing)}=…."
+        raise ConfigError.of(f"model(…) without {', '.join(missing)}", rule, remedy)
+    if odd := sorted(given - {*names, "use_cache", "return_dict"}):
+        value, rule = (
+            f"model(…, {'=…, '.join(odd)}=…) under Megatron",
+            "it reads " + ", ".join(names),
+        )
+        raise ConfigError.of(value, rule, "Leave them out.")
 
 
 def attends(

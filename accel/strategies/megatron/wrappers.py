@@ -28,7 +28,11 @@ from accel.strategies.base import Gradients
 from accel.strategies.context_parallel import IGNORED
 from accel.strategies.megatron.build import Weights
 from accel.strategies.megatron.placeholders import MegatronLMDummyScheduler
-from accel.strategies.megatron.steps import attends, avg_losses_across_data_parallel_group
+from accel.strategies.megatron.steps import (
+    attends,
+    avg_losses_across_data_parallel_group,
+    check_names,
+)
 
 # What a group of torch's optimizers has, and Megatron's optimizer reads at each step.
 SETTINGS = ("lr", "weight_decay", "betas", "eps")
@@ -136,15 +140,20 @@ class MegatronModel(torch.nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        logits_to_keep: Any = 0,
         **further: Any,
     ) -> Any:
-        """Return logits [B, T, V], or `token_losses` by targets; further inputs as `attends`."""
+        """Return logits [B, T, V], or `token_losses` by targets; further inputs as `attends`.
+
+        `logits_to_keep`: the last ones, of which `generate` reads one, or their places.
+        """
         from transformers.modeling_outputs import CausalLMOutput
 
         if targets is not None and self.has_own_step:
             rule = "the train step of the plugin computes losses of labels alone"
             raise ConfigError.of("model(…, targets=…) under Megatron", rule, "Give labels.")
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **further}
+        check_names(batch, "input_ids", "input_ids", "attention_mask", "position_ids")
         length, config = input_ids.shape[1], self.core.config
         if config.sequence_parallel and targets is None:  # as `generate`, of any length
             extra = -length % config.tensor_model_parallel_size
@@ -154,7 +163,9 @@ class MegatronModel(torch.nn.Module):
         gathers = targets is None
         logits = self._call(batch["input_ids"], positions, mask, runtime_gather_output=gathers)
         if targets is None:
-            return CausalLMOutput(logits=logits[:, :length])
+            is_count, logits = isinstance(logits_to_keep, int), logits[:, :length]
+            kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+            return CausalLMOutput(logits=logits[:, kept])
         return token_losses(logits, targets)
 
 

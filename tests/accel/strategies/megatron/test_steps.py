@@ -173,6 +173,8 @@ def own_loss(fields: dict[str, Any], later: dict[str, Any]) -> float:
             mask[:, -1] = 0
             batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": mask}
             batch["position_ids"] = positions
+        if "custom_get_batch_function" in fields:
+            batch["mine"] = tokens  # which may read any name
         loss = model(**batch).loss
         loss.backward()
         return float(loss.detach())
@@ -240,6 +242,9 @@ def check_functions(kind: str) -> None:
             keys = ("text_enc", "text_dec", "loss_mask", "labels", "enc_mask")
             expected = 1.0
         assert step.name == type(step).__name__
+        odd = {"gpt2": "token_type_ids", "bert": "position_ids"}.get(kind, "decoder_attention_mask")
+        with pytest.raises(ConfigError, match=f"{odd}=.* it reads input_ids, labels"):
+            step.get_batch_func(HERE, False)(iter([{**batch, odd: tokens, "use_cache": True}]))
         kind_of = type(step)
         assert kind_of(META, args).get_batch(iter([batch]))[0].is_meta  # type: ignore
         assert step.get_batch_func(META, False)(iter([batch]))[0].is_meta

@@ -330,6 +330,15 @@ def check_refusals() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch_of(data()[0][0])))
             assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+        batch = batch_of(data()[0][0])
+        with pytest.raises(ConfigError, match="num_items_in_batch=…, shift_labels=…"):
+            model(**batch, shift_labels=batch["labels"], num_items_in_batch=44, return_dict=True)
+        with pytest.raises(ConfigError, match="output_hidden_states"):
+            model(input_ids=batch["input_ids"], output_hidden_states=True)
+        with pytest.raises(ConfigError, match=r"Give input_ids=…\."):
+            model(batch["input_ids"], labels=batch["labels"])
+        whole = model(input_ids=batch["input_ids"]).logits
+        assert model(input_ids=batch["input_ids"], logits_to_keep=1).logits.equal(whole[:, -1:])
         with pytest.raises(ConfigError, match=r"accelerator\.save_state"):
             optimizer.state_dict()
         optimizer.step()
