@@ -35,7 +35,11 @@ class Histograms(Callback):
         self.every, self.pattern = every, pattern
 
     def on_start(self, loop: Run) -> None:
-        """Refuse an engine that keeps gradients for itself."""
+        """Refuse an engine that keeps gradients for itself.
+
+        Raises:
+            ConfigError: if this rank's parameters do not get all gradients.
+        """
         _require_gradients(loop, "callbacks.histograms")
 
     def on_before_optimizer_step(self, loop: Run) -> None:
@@ -59,7 +63,11 @@ class OptimizerMonitor(Callback):
         self._before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def on_start(self, loop: Run) -> None:
-        """Refuse an engine that keeps gradients for itself."""
+        """Refuse an engine that keeps gradients for itself.
+
+        Raises:
+            ConfigError: if this rank's parameters do not get all gradients.
+        """
         _require_gradients(loop, "callbacks.optimizer_monitor")
 
     def on_before_optimizer_step(self, loop: Run) -> None:
@@ -117,7 +125,7 @@ class ModelSummary(Callback):
 
 
 def _require_gradients(loop: Run, key: str) -> None:
-    if loop.accelerator.strategy.wrapped_engine is not None:
+    if loop.accelerator.strategy.spec.owns_parameters:
         raise ConfigError.of(key, "the engine hides gradients", "Leave it out.")
     if loop.accelerator.parallel_dims.pp > 1:
         rule = "it needs all gradients on each rank, and other stages hold some"

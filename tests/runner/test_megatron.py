@@ -111,7 +111,10 @@ def test_packed_rows_train_and_texts_are_generated(tmp_path: Path) -> None:
     assert shown_texts[0] == shown_texts[1] != []
 
 
-@pytest.mark.parametrize(("name", "words"), [("ema", "hides the weights")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("ema", "hides the weights"), ("[optimizer_monitor,histograms]", "hides gradients")],
+)
 def test_callbacks_that_see_nothing_are_refused(tmp_path: Path, name: str, words: str) -> None:
     answer = answer_of(tmp_path, *MEGATRON, f"callbacks={name}")
     assert answer.returncode == 2
