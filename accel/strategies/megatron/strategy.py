@@ -185,7 +185,8 @@ class MegatronStrategy(Strategy):
     def _own(self, core: Any, given: Sequence[torch.Tensor]) -> MegatronModel:
         """Return a module of megatron-core, whose plain names are its own in one process."""
         config = core.config
-        wanted = {"bf16": self._dtype == torch.bfloat16, "fp16": self._dtype == torch.float16}
+        wanted: dict[str, bool | None] = {"num_moe_experts": None}
+        wanted |= {"bf16": self._dtype == torch.bfloat16, "fp16": self._dtype == torch.float16}
         if self.plugin.sizes[1] > 1:  # shapes are exchanged by the stages
             wanted["variable_seq_lengths"] = True
         for name, value in wanted.items():
