@@ -385,10 +385,8 @@ def check_names(batch: Mapping[str, Any], *names: str) -> None:
         rule, remedy = "batches are read by name", f"Give {'=…, '.join(missing)}=…."
         raise ConfigError.of(f"model(…) without {', '.join(missing)}", rule, remedy)
     if odd := sorted(given - {*names, "use_cache", "return_dict"}):
-        value, rule = (
-            f"model(…, {'=…, '.join(odd)}=…) under Megatron",
-            "it reads " + ", ".join(names),
-        )
+        value = f"model(…, {'=…, '.join(odd)}=…) under Megatron"
+        rule = "it reads " + ", ".join(dict.fromkeys(names))
         raise ConfigError.of(value, rule, "Leave them out.")
 
 

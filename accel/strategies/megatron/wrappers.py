@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, final
 
@@ -126,6 +127,11 @@ class MegatronModel(torch.nn.Module):
         return CausalLMOutput(loss=loss + (mean - loss).detach())
 
     def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        length, config = None, self.core.config
+        if self.is_rebuilt and config.sequence_parallel:  # which divides sequences evenly
+            named = inspect.signature(self.core.forward).bind(*args, **kwargs).arguments
+            length = named["input_ids"].shape[1]
+            args, kwargs = (), _padded(named, -length % config.tensor_model_parallel_size)
         if self.draws is None or not self.training:
             output: torch.Tensor = self.chunk(*args, **kwargs)
         else:
@@ -133,7 +139,7 @@ class MegatronModel(torch.nn.Module):
                 output = self.chunk(*args, **kwargs)
         if not parallel_state.is_pipeline_last_stage():
             raise StageOutput(output)
-        return output
+        return output if length is None else output[:, :length].contiguous()
 
     def _as_transformers(
         self,
@@ -154,19 +160,25 @@ class MegatronModel(torch.nn.Module):
             raise ConfigError.of("model(…, targets=…) under Megatron", rule, "Give labels.")
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **further}
         check_names(batch, "input_ids", "input_ids", "attention_mask", "position_ids")
-        length, config = input_ids.shape[1], self.core.config
-        if config.sequence_parallel and targets is None:  # as `generate`, of any length
-            extra = -length % config.tensor_model_parallel_size
-            names = ("input_ids", "attention_mask", "position_ids")
-            batch = {n: F.pad(batch[n], (0, extra)) for n in names if batch.get(n) is not None}
         mask, positions = attends(batch, getattr(self.plain.config, "sliding_window", None))
         gathers = targets is None
-        logits = self._call(batch["input_ids"], positions, mask, runtime_gather_output=gathers)
+        logits = self._call(input_ids, positions, mask, runtime_gather_output=gathers)
         if targets is None:
-            is_count, logits = isinstance(logits_to_keep, int), logits[:, :length]
+            is_count = isinstance(logits_to_keep, int)
             kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
             return CausalLMOutput(logits=logits[:, kept])
         return token_losses(logits, targets)
+
+
+def _padded(named: Mapping[str, Any], extra: int) -> dict[str, Any]:
+    """Return arguments of a GPT with further tokens, which see all, and are seen by none before."""
+    found = dict(named)
+    for name in ("input_ids", "position_ids", "labels"):
+        if found.get(name) is not None:
+            found[name] = F.pad(found[name], (0, extra))
+    if (mask := found["attention_mask"]) is not None:
+        found["attention_mask"] = F.pad(F.pad(mask, (0, extra), value=True), (0, 0, 0, extra))
+    return found
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

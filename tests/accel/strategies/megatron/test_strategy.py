@@ -192,24 +192,31 @@ def test_a_rank_holds_its_part(fields: dict[str, Any], parameters: float) -> Non
         assert found[1] <= 0.51 * whole[1]
 
 
-def evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor]:
+def evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
     with started(fields) as accelerator:
         model = build_model()
         model = accelerator.prepare_model(model, evaluation_mode=True)
         model.eval()
         with torch.no_grad():
-            loss = loss_of(model, batch_of(data()[0, 0]))
-            return float(loss), model(input_ids=data()[0, 0, :, :15]).logits
+            odd = data()[0, 0, :, :11]
+            of_targets = (
+                model(input_ids=odd, targets=odd)["nats"] if "tp_degree" in fields else None
+            )
+            loss = loss_of(model, batch_of(odd, padded=True))
+            return float(loss), model(input_ids=odd).logits, of_targets
 
 
 @pytest.mark.parametrize("fields", [TP, PP, {**TP, "sequence_parallelism": True}])
 def test_evaluation_gives_loss_and_logits_on_every_rank(fields: dict[str, Any]) -> None:
     model = build_model().eval()
     with torch.no_grad():
-        expected = model(**batch_of(data()[0, 0]))
-    for loss, logits in run_distributed(evaluated, 2, fields):
-        assert loss == pytest.approx(float(expected.loss), rel=CLOSE)
-        assert torch.allclose(logits, expected.logits[:, :15], atol=1e-5)
+        odd = data()[0, 0, :, :11]
+        expected = float(model(**batch_of(odd, padded=True)).loss), model(odd).logits
+    nats = torch.nn.functional.cross_entropy(expected[1].mT, odd, reduction="none")
+    for loss, logits, of_targets in run_distributed(evaluated, 2, fields):
+        assert loss == pytest.approx(expected[0], rel=CLOSE)
+        assert torch.allclose(logits, expected[1], atol=1e-5)
+        assert of_targets is None or torch.allclose(of_targets, nats, atol=1e-5)
 
 
 def in_half_precision(
@@ -319,6 +326,11 @@ def check_refusals() -> None:
             optimizer = torch.optim.AdamW(model.parameters(), **options)
             with pytest.raises(ConfigError, match=words):
                 accelerator.prepare(model, optimizer)
+    with started({}) as accelerator:
+        experts = build_core()
+        experts.config.num_moe_experts = 2
+        with pytest.raises(ConfigError, match="num_moe_experts=2 of a given model: it is None"):
+            accelerator.prepare(experts)
     with pytest.raises(ConfigError, match="=2 with MegatronLMPlugin"):
         started({"num_micro_batches": 3}).__enter__()
     with started({"num_micro_batches": 2}) as accelerator:
