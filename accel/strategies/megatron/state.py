@@ -22,6 +22,7 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, misfi
 from accel.config.megatron import MegatronLMPlugin
 from accel.strategies.base import StateIO
 from accel.strategies.megatron.wrappers import (
+    SETTINGS,
     MegatronLMOptimizerWrapper,
     MegatronModel,
 )
@@ -230,8 +231,11 @@ class MegatronState(StateIO):
         model, base = prepared.model, prepared.engine.optimizer
         load_by_name(prepared.optimizer, {**state, "state": {}}, names)
         values = {names.canonical(key): value for key, value in state["state"].items()}
-        if other := {n for value in values.values() for n in value.keys() ^ {"step", *MOMENTS}}:
-            rule = f"Megatron's optimizer has step, {' and '.join(MOMENTS)} of each parameter"
+        other = {n for value in values.values() for n in value.keys() ^ {"step", *MOMENTS}}
+        other |= {n for group in state["param_groups"] for n in SETTINGS if n not in group}
+        if other:  # such as those of SGD
+            rule = "Megatron's optimizer has the settings of Adam, and step, "
+            rule += f"{' and '.join(MOMENTS)} of each parameter"
             raise misfit(f"missing or unexpected: {', '.join(sorted(other))}", rule)
         steps = {int(value["step"]) for value in values.values()}
         if len(steps) > 1:
