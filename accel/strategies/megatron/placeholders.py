@@ -165,8 +165,8 @@ DEFAULTS = {
 def _endless(loader: Any) -> Any:
     """Return a prepared loader that also is an iterator."""
     kind = type(loader)
-    loader.passing = iter(())
-    loader.__class__ = type(kind.__name__, (kind,), {"__next__": _next})
+    own = {"__next__": _next, "passing": iter(())}  # of the class: a loader that skips has it, too
+    loader.__class__ = type(kind.__name__, (kind,), own)
     return loader
 
 

@@ -119,6 +119,7 @@ def read(prefix: str) -> list[list[int]]:
         plugin: Any = accelerator.state.megatron_lm_plugin
         assert (plugin.seq_length, plugin.megatron_dataset_flag) == (LENGTH, True)
         assert plugin.global_batch_size == 4 * accelerator.parallel_dims.dp_size
+        assert next(accelerator.skip_first_batches(loaders[1], 2))["tokens"].shape == (2, LENGTH)
         batch = next(loaders[0])  # an endless iterator, as documented
         assert batch["tokens"].shape == (2, LENGTH)
         loss = model(**batch).loss
