@@ -17,7 +17,7 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 26_700, "runner": 19_000, "tests": 51_000}
+BUDGETS = {"accel": 26_200, "runner": 19_000, "tests": 51_000}
 MAX_FILES = 325
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
