@@ -38,10 +38,15 @@ def wait(path: str) -> int:
     return 0
 
 
+@pytest.fixture(autouse=True)
+def without_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what the import of DeepSpeed by another test has set in this process."""
+    monkeypatch.delenv(fork_server.NVML_CHECK, raising=False)
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("RUNNER_IMPORTS", "")
-    monkeypatch.delenv(fork_server.NVML_CHECK, raising=False)  # DeepSpeed's import sets it
     found = ForkServer(modules=("json", "not_installed_anywhere"))
     yield found
     found.close()
