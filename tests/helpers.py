@@ -126,6 +126,8 @@ def reset_accel() -> None:
     from accel.logging import MultiProcessAdapter
     from accel.state import AcceleratorState, GradientState, PartialState
 
+    if PartialState._shared_state:  # transformers asks a strategy that something still holds
+        PartialState().comm.closed = True
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
