@@ -41,7 +41,7 @@ TYPES = {
     "fsdp_tp": "FSDPByteGPT",
     "cp": "FSDPByteGPT",
     "cp_tp": "FSDPByteGPT",
-    **dict.fromkeys(("pp", "pp_interleaved", "pp_zero_bubble", "pp_fsdp", "pp_tp"), "Pipelined"),
+    **dict.fromkeys((name for name in BACKENDS if name.startswith("pp")), "Pipelined"),
     "tp": "ByteGPT",
     "tp_ddp": "FSDPByteGPT",
     "zero0": "DeepSpeedEngine",
@@ -69,7 +69,7 @@ def test_every_cell_runs_or_has_a_reason() -> None:
     assert len(cells) == len(set(cells)) == number
     reasons = {cell: reason_not_to_run(cell, 0) for cell in cells}
     run_by = {cell.backend for cell, reason in reasons.items() if reason is None}
-    assert run_by == set(HERE)
+    assert run_by == set(HERE) == set(TYPES)
     assert {cell.backend for cell in matrix(TASK, "xla")} == {"xla"}
     assert all(reason is None or len(reason) > 20 for reason in reasons.values())
     on_gpu = Cell("ddp", world_size=2, device="cuda")
