@@ -9,9 +9,9 @@ content of that file. Marks may follow a block's language:
 - ``cluster``: the commands need a cluster; their recipes are checked, and nothing is started.
 - ``skip="REASON"``: not played.
 
-Commands in the tables of a document are played once each, as a ``short`` block at its end; in
-continuous integration a fifth of them, another one for each commit. A document that has the comment
-`COMPOSED` has their recipes checked instead.
+Commands in the tables of a document with the comment `RUN_TABLES` are played once each, as a
+``short`` block at its end; in continuous integration a fifth of them, another one for each commit.
+Where the comment is `COMPOSED_TABLES`, their recipes are checked instead.
 
 The run directories of the texts, ``runs/NAME/20260101-120000-1a2b``, stand for the newest run of
 that name. Machines without a GPU start the processes of ``multi_gpu`` on the CPU.
@@ -42,7 +42,8 @@ FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.\w+)\n")
 ROW = re.compile(r"^\|.*\|$", re.M)
 COMMAND = re.compile(r"`((?:runner|torchrun) [^`]+)`")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
-COMPOSED = "<!-- The commands of this table are composed, not run. -->"
+RUN_TABLES = "<!-- The commands of these tables are run. -->"
+COMPOSED_TABLES = "<!-- The commands of this table are composed, not run. -->"
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no `--cfg job`.
@@ -96,7 +97,8 @@ class Block:
 def blocks(document: Path) -> list[Block]:
     """Return the code blocks of a document, in order."""
     text = document.read_text(encoding="utf-8")
-    rows = "\n".join(ROW.findall(BLOCK.sub("", text)))
+    played = RUN_TABLES in text or COMPOSED_TABLES in text
+    rows = "\n".join(ROW.findall(BLOCK.sub("", text))) if played else ""
     table = list(dict.fromkeys(COMMAND.findall(rows)))
     if tiers.MINUTES in os.environ:  # the first makes the run that others look at
         table = table[:1] + table[1 + zlib.crc32(os.environ.get(tiers.ORDER, "").encode()) % 5 :: 5]
@@ -109,7 +111,7 @@ def blocks(document: Path) -> list[Block]:
         )
         for found in BLOCK.finditer(text)
     ]
-    marks = {"table": "", "composed" if COMPOSED in text else "short": ""}
+    marks = {"table": "", "composed" if COMPOSED_TABLES in text else "short": ""}
     return [*listed, Block("bash", marks, "\n".join(table), 0)]
 
 

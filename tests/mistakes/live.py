@@ -172,8 +172,9 @@ def group_option(rng: random.Random) -> Mistake:
 
 
 def registries() -> dict[str, Registry]:
-    """Return the registry of each node."""
-    return {node: getattr(register, node) for node in keys.FACTORY_NODES}
+    """Return the registry of each node for which any factory is registered."""
+    found = {node: getattr(register, node) for node in keys.FACTORY_NODES}
+    return {node: registry for node, registry in found.items() if registry.names()}
 
 
 def factory_name(rng: random.Random) -> Mistake:
